@@ -142,18 +142,16 @@ class Assembly:
         self.signs.remove()
         self.count.end()
 
-    def follow_growth(self, name: str, initial: Initial, entries: Mapping[str, Tensor]) -> None:
+    def follow_growth(self, table: Table, initial: Initial, entries: Mapping[str, Tensor]) -> None:
         """Follow a table that has more rows now.
 
         Args:
-            name: name of the table.
+            table: the table.
             initial: computes the first values of the new rows.
             entries: name of a row state -> its entry of a new row.
         """
-        for shard in self.shards:
-            if shard.name == name and shard.table is not None:
-                self.trackers[shard.key].follow_growth()
-                self.job.growth.learn(shard.table, initial, entries)
+        self.job.growth.learn(table, initial, entries)
+        self.trackers[table.key].follow_growth()
 
     def check_room(self, *, jobs: int) -> None:
         """Refuse a staging area that is too small for the first checkpoints. Collective.

@@ -4,26 +4,31 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from recpoint.embeddings.cache.cached_table import CachedTable
 from recpoint.embeddings.home.initial import Initial
 from recpoint.embeddings.home.ranks import rank_and_count
 from recpoint.embeddings.tables.tables import ModuleTable, plain_tables
 from recpoint.errors import SettingsError
 from recpoint.interrupts import held
 from recpoint.trainer_plugin.integrations import find_sources, take_apart
-from recpoint.trainer_plugin.larger_table import LargerTable
+from recpoint.trainer_plugin.larger_table import LargerCachedTable, LargerTable
 from recpoint.trainer_plugin.tables import optimizer_list
 from recpoint.trainer_plugin.training import CheckpointedTraining, trainings_of
 
 __all__ = ["grow"]
 
 _log = logging.getLogger("recpoint")
+
+_AT_A_RESTART: Final = (
+    "take a checkpoint, build the model with more rows, and restore it with Options(grow=...)"
+)
 
 
 def grow(
@@ -37,8 +42,8 @@ def grow(
     """Give a table more rows, between two batches, without a restart.
 
         for batch in checkpoints.batches(epochs=3):
-            if batch.users > len(model.users.weight):
-                recpoint.grow(model, optimizer, "users", batch.users)
+            rows = max(model.users.num_embeddings, int(batch.users.max()) + 1)
+            recpoint.grow(model, optimizer, "users", rows)
             train(batch)
 
     The parameter stays the same object, and old rows, their optimizer state and a gradient that is
@@ -47,7 +52,9 @@ def grow(
     checkpoint is a full. A table that has as many rows already stays as it is, so a loop may
     repeat the call after a restart.
 
-    Old and new memory of the table and of its states exist at the same time for a moment.
+    Old and new memory of a plain table and of its states exist at the same time for a moment. A
+    table in a cache keeps its slots, and its new rows get their values when they are first looked
+    up. Batches that a `Lookahead` has read before the call bring new rows when they look them up.
 
     Args:
         model: the model.
@@ -61,30 +68,35 @@ def grow(
         SettingsError: there is no such table; it has more rows; it cannot grow, or not now; how new
             rows begin is not known; or `initial` is another rule than that of the Checkpointer. The
             message says what to do. Nothing has changed.
+        HomeError: the home of a cached table has failed, or has no room. Nothing has changed.
     """
     call = f"grow(table={table!r:.200})"
     _refuse_place(model, call)
     grown_table = _table(model, table, call)
     _refuse_rows(grown_table, rows, call)
     trainings = trainings_of(grown_table.weight)
+    name = _name(grown_table, trainings, call)
+    rule = _rule(name, initial, trainings, call)
+    rows_before = grown_table.table_rows
+    if rows == rows_before:
+        for training in trainings:
+            training.learn_rule(grown_table.weight, rule)
+        return
     for training in trainings:
+        _refuse_wrapper(training.model, call)
         training.refuse_growth(call)
     trained_by = _optimizers(grown_table, optimizers, trainings, call)
-    name = _name(grown_table, trainings)
-    rule = _rule(name, initial, trainings, call)
-    rows_before = grown_table.rows
-    if rows == rows_before:
-        with held():
-            for training in trainings:
-                training.learn_rule(grown_table.weight, rule)
-        return
-    larger = LargerTable(grown_table, trained_by, rows, initial=rule, name=name)
+    larger = (
+        LargerCachedTable(grown_table, rows, initial=rule, name=name)
+        if isinstance(grown_table, CachedTable)
+        else LargerTable(grown_table, trained_by, rows, initial=rule, name=name)
+    )
     with held():
         for training in trainings:
             training.before_growth()
         larger.replace()
         for training in trainings:
-            training.follow_growth(name, rule, larger.first_entries)
+            training.follow_growth(grown_table.weight, rule, larger.first_entries)
     _log.info(
         "table %r has %d rows now, %d before%s",
         name,
@@ -105,25 +117,29 @@ def _refuse_place(model: nn.Module, call: str) -> None:
         raise _refused(call, f"{model!r:.200}", "a torch.nn.Module", "pass the model itself")
     ranks = rank_and_count()[1]
     if ranks > 1:
-        found = f"{ranks} ranks"
-    elif any(isinstance(module, DistributedDataParallel) for module in model.modules()):
-        found = "DistributedDataParallel, whose buckets have each parameter's old shape"
-    else:
-        found = None
-    if found is not None:
-        raise _refused(
-            call,
-            found,
-            "one process that trains the model without DistributedDataParallel",
-            "end training with a checkpoint, build the model with more rows, and restore it with "
-            "Options(grow=...)",
-        )
+        raise _refused(call, f"{ranks} ranks", "one process", _AT_A_RESTART)
+    _refuse_wrapper(model, call)
     if torch.is_inference_mode_enabled():
         raise _refused(
             call,
             "a call under torch.inference_mode()",
             "a call outside it, because training cannot change tensors made under it",
             "call it between two batches",
+        )
+
+
+def _refuse_wrapper(model: nn.Module, call: str) -> None:
+    """Refuse a model that is wrapped by what keeps the shapes of its parameters.
+
+    Raises:
+        SettingsError: a module of it is a DistributedDataParallel.
+    """
+    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+        raise _refused(
+            call,
+            "DistributedDataParallel, whose buckets have each parameter's old shape",
+            "a model without it",
+            _AT_A_RESTART,
         )
 
 
@@ -140,8 +156,7 @@ def _table(model: nn.Module, name: str, call: str) -> ModuleTable:
                 call,
                 f"a table of {source.name}",
                 "a plain nn.Embedding or nn.EmbeddingBag",
-                "take a checkpoint, build the model with more rows, and restore it with "
-                "Options(grow=...)",
+                _AT_A_RESTART,
             )
     tables = {table.name: table for table in plain_tables(model, sources).tables}
     table = tables.get(name)
@@ -151,14 +166,6 @@ def _table(model: nn.Module, name: str, call: str) -> ModuleTable:
             "no such table in the model",
             f"one of {sorted(tables)!r:.400}",
             "use the name of the embedding module, as in model.named_modules()",
-        )
-    if table.cached:
-        raise _refused(
-            call,
-            "a table in a cache",
-            "a table whose rows are all in memory",
-            "take a checkpoint, build the model with more rows, and restore it with "
-            "Options(grow=...)",
         )
     return table
 
@@ -225,13 +232,25 @@ def _trains(optimizer: Optimizer, weight: Tensor) -> bool:
     )
 
 
-def _name(table: ModuleTable, trainings: Sequence[CheckpointedTraining]) -> str:
-    """Return the table's name in checkpoints, by which its first values are computed."""
-    for training in trainings:
-        checkpointed_table = training.table_of(table.weight)
-        if checkpointed_table is not None:
-            return checkpointed_table.name
-    return table.name
+def _name(table: ModuleTable, trainings: Sequence[CheckpointedTraining], call: str) -> str:
+    """Return the table's name in checkpoints, by which its first values are computed.
+
+    Raises:
+        SettingsError: it has two.
+    """
+    names = {
+        checkpointed_table.name
+        for training in trainings
+        if (checkpointed_table := training.table_of(table.weight)) is not None
+    }
+    if len(names) > 1:
+        raise _refused(
+            call,
+            f"Checkpointers that name the table {' and '.join(map(repr, sorted(names)))}",
+            "one name, by which new rows get their values",
+            "give all Checkpointers the same model",
+        )
+    return names.pop() if names else table.name
 
 
 def _rule(
@@ -260,7 +279,7 @@ def _rule(
             "pass a function of table, ids, dim and dtype",
         )
     for rule in rules:
-        if rule != initial:
+        if not _are_equal(rule, initial):
             raise _refused(
                 call,
                 f"initial={initial!r:.200}, and the rule {rule!r:.200} of the Checkpointer",
@@ -268,6 +287,14 @@ def _rule(
                 "leave initial= out, or give both the same rule",
             )
     return initial
+
+
+def _are_equal(rule: Initial, other_rule: Initial) -> bool:
+    """Whether two rules are equal; a lambda in a loop is another object each time."""
+    code = getattr(rule, "__code__", None)
+    return rule == other_rule or (
+        code is not None and code == getattr(other_rule, "__code__", None)
+    )
 
 
 def _refused(subject: str, found: str, expected: str, next_step: str) -> SettingsError:

@@ -1,21 +1,26 @@
-"""Gives a plain table more rows in place: weight, gradient and row states, all or none of them.
+"""Gives a table more rows in place: weight, gradient and row states, all or none of them.
 
-The parameter stays the same object, because optimizers, hooks, schedulers and scripts refer to it.
-Its memory is another one. Everything is allocated and filled before anything is replaced, so an
-error leaves the table as it was. Old and new memory exist at the same time.
+The parameter of a plain table stays the same object, because optimizers, hooks, schedulers and
+scripts refer to it. Its memory is another one. Everything is allocated and filled before anything
+is replaced, so an error leaves the table as it was. Old and new memory exist at the same time.
+
+A table in a cache keeps its slots. Its home makes room for the new rows, which get their values and
+row states when they are first looked up.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
-from recpoint.embeddings.home.initial import Initial, fill_rows
+from recpoint.embeddings.cache.cached_table import CachedTable
+from recpoint.embeddings.home.initial import Initial, fill_rows, first_values
 from recpoint.embeddings.tables.optimizers import row_states
 from recpoint.embeddings.tables.tables import ModuleTable
 from recpoint.errors import SettingsError
@@ -23,7 +28,7 @@ from recpoint.trainer_plugin.new_rows import first_entry
 from recpoint.trainer_plugin.state import rng
 from recpoint.trainer_plugin.tables import is_piece
 
-__all__ = ["LargerTable"]
+__all__ = ["LargerCachedTable", "LargerTable"]
 
 
 class LargerTable:
@@ -95,6 +100,60 @@ class LargerTable:
         weight.grad = self._gradient
         for entry, state_name, larger_state in self._states:
             entry[state_name] = larger_state
+        self.table.module.num_embeddings = self._rows
+
+
+class LargerCachedTable:
+    """More rows of a table in a cache, which wait to be added.
+
+    Args:
+        table: the table.
+        rows: the number of rows that it gets, more than it has.
+        initial: computes the first values of the new rows.
+        name: name of the table that `initial` is given.
+
+    Attributes:
+        table: as given.
+        first_entries: name of a row state -> its entry of a new row.
+
+    Raises:
+        SettingsError: the home's tables keep their sizes, or the rule returns another shape.
+    """
+
+    def __init__(self, table: CachedTable, rows: int, *, initial: Initial, name: str) -> None:
+        home, slots = table.cache.home, table.cached_rows.slots
+        if not home.may_add_rows:
+            raise _refused(
+                table,
+                f"a {type(home).__name__}, whose tables keep their sizes",
+                "a home in memory or in files: recpoint.embeddings.local(...)",
+                "take a checkpoint, build the model with more rows, and restore it with "
+                "Options(grow=...)",
+            )
+        self.table = table
+        self._rows = rows
+        self._initial = partial(
+            first_values,
+            initial,
+            name,
+            dim=slots.dim,
+            dtype=slots.weight.dtype,
+            padding_row=slots.padding_row,
+        )
+        with rng.untouched():
+            self._initial(torch.tensor([table.table_rows], dtype=torch.int64, device="cpu"))
+        self.first_entries = {
+            state_name: state[slots.blank].detach().clone()
+            for state_name, state in slots.states.items()
+        }
+
+    def replace(self) -> None:
+        """Add the rows.
+
+        Raises:
+            HomeError: the home has failed, or has no room. Nothing has changed.
+        """
+        self.table.cache.add_rows(self.table.key_in_cache, self._rows, self._initial)
         self.table.module.num_embeddings = self._rows
 
 
@@ -178,7 +237,7 @@ def _larger_gradient(gradient: Tensor, rows: int) -> Tensor:
 
 def _refuse_weight(table: ModuleTable) -> None:
     """Refuse a weight that other objects depend on, so that it must keep its memory."""
-    weight: nn.Parameter = table.weight
+    weight: Any = table.weight
     if is_piece(weight):
         found, next_step = "a weight that fully_shard has cut", "shard the dense layers only"
     elif weight.is_meta:

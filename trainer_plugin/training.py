@@ -7,7 +7,7 @@ import logging
 import weakref
 from collections.abc import Mapping, Sequence
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from recpoint.catalog.restore.order import Selection
@@ -199,6 +199,11 @@ class CheckpointedTraining:
             self.end.hand_on()
 
     @property
+    def model(self) -> nn.Module:
+        """The model of the Checkpointer."""
+        return self._parts.trained.module
+
+    @property
     def optimizers(self) -> Sequence[Optimizer]:
         """The optimizers of the Checkpointer."""
         return self._parts.trained.optimizers
@@ -241,8 +246,17 @@ class CheckpointedTraining:
         if self.generation is not None:
             self.generation.void_window("a table was given more rows")
 
-    def follow_growth(self, table: str, initial: Initial, entries: Mapping[str, Tensor]) -> None:
-        """Go on with a table that has more rows now; see `Assembly.follow_growth`."""
+    def follow_growth(
+        self, weight: Tensor, initial: Initial, entries: Mapping[str, Tensor]
+    ) -> None:
+        """Go on with the table of that weight, which has more rows now.
+
+        Args:
+            weight: the table's weight.
+            initial, entries: as for `Assembly.follow_growth`.
+        """
+        table = self.table_of(weight)
+        assert table is not None  # trainings_of has found it
         self._parts.follow_growth(table, initial, entries)
         if self.generation is not None:
             self.generation.follow_growth()

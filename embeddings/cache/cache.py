@@ -33,7 +33,7 @@ from recpoint.embeddings.cache.mover import Mover
 from recpoint.embeddings.cache.planner import Planner
 from recpoint.embeddings.cache.progress import CacheStats
 from recpoint.embeddings.cache.reduction import Reduction
-from recpoint.embeddings.cache.residents import CachedRows
+from recpoint.embeddings.cache.residents import CachedRows, FirstValues
 from recpoint.embeddings.cache.slot_lookups import SlotLookups
 from recpoint.embeddings.cache.steps import Steps, follow_steps
 from recpoint.embeddings.cache.trainers import OneTrainer, Trainers
@@ -251,6 +251,21 @@ class Cache:
             self._steps.will_change(rows, part_slots)
             for _, array in slots.arrays():
                 array.index_fill_(0, part_slots.to(array.device), 0)
+
+    def add_rows(self, name: str, rows: int, initial: FirstValues) -> None:
+        """Give a table more rows. It keeps its slots.
+
+        Args:
+            name: name of the table.
+            rows: rows of the table afterwards.
+            initial: returns the first values of the new rows.
+
+        Raises:
+            HomeError: the home has failed, or its tables keep their sizes. Nothing has changed.
+        """
+        self.end_failed_step()
+        self.mover.wait_for_all()
+        self.mover.add_rows(self.tables[name], rows, initial)
 
     def announce_cut(self) -> None:
         """Say that this trainer takes a checkpoint next, or ends; for others that share rows.

@@ -19,7 +19,7 @@ from torch import Tensor
 from recpoint.embeddings.cache.call_thread import CallThread
 from recpoint.embeddings.cache.meeting import Meeting
 from recpoint.embeddings.cache.progress import CacheStats
-from recpoint.embeddings.cache.residents import CachedRows
+from recpoint.embeddings.cache.residents import CachedRows, FirstValues
 from recpoint.embeddings.cache.turns import Act
 from recpoint.embeddings.home.contract import FrozenRows, Home, TableRows
 from recpoint.lookahead.oracle import Step
@@ -149,6 +149,22 @@ class Mover:
             )
             rows.is_at_home = True
 
+    def add_rows(self, rows: CachedRows, count: int, initial: FirstValues) -> None:
+        """Give a table more rows, here and at home. The thread must be idle.
+
+        Args:
+            rows: the table.
+            count: rows of the table afterwards.
+            initial: returns the first values of the new rows.
+
+        Raises:
+            HomeError: the home has failed, or refuses; nothing has changed.
+        """
+        self.raise_error()
+        if rows.is_at_home:
+            self.home.add_rows(rows.slots.name, rows=count)
+        rows.add_rows(count, initial)
+
     def _put(
         self,
         rows: CachedRows,
@@ -210,9 +226,9 @@ class Mover:
         assert storage is not None
         if self.meeting.is_first:
             self.put_at_home(rows)
-            for first in range(0, slots.rows, _PIECE_ROWS):
+            for first in range(0, len(storage), _PIECE_ROWS):  # the table may have got more rows
                 ids = torch.arange(
-                    first, min(first + _PIECE_ROWS, slots.rows), dtype=torch.int64, device="cpu"
+                    first, min(first + _PIECE_ROWS, len(storage)), dtype=torch.int64, device="cpu"
                 )
                 self._write(rows, ids, slots.new_records(storage[ids.to(storage.device)].cpu()))
         rows.drop_storage()

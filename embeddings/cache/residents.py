@@ -50,6 +50,8 @@ class CachedRows:
         self.slots = slots
         self.part = range(slots.rows)
         self.initial = initial
+        #: First values of the rows that the home does not get from `storage`.
+        self._initial_beside_storage: FirstValues = _never
         #: The values of a table that had storage, until they are copied to the home.
         self.storage = storage
         self.is_copying = False
@@ -77,7 +79,20 @@ class CachedRows:
     def drop_storage(self) -> None:
         """Let the table's storage go: the home has all its rows."""
         self.storage = None
-        self.initial = _never
+        self.initial = self._initial_beside_storage
+
+    def add_rows(self, rows: int, initial: FirstValues) -> None:
+        """Give the table more rows. Only the training thread is at work.
+
+        Args:
+            rows: rows of the table afterwards.
+            initial: returns the first values of the new rows.
+        """
+        first_new = self.slots.rows
+        self.initial = _split(self.initial, first_new, initial)
+        self._initial_beside_storage = _split(self._initial_beside_storage, first_new, initial)
+        self.slots.rows = rows
+        self.part = range(rows)
 
     @property
     def since(self) -> int | None:
@@ -223,6 +238,24 @@ class _Lookup:
     def may_run(self) -> bool:
         """Whether a backward pass may go through it."""
         return self.graph() is not None
+
+
+def _split(before: FirstValues, first_new: int, new: FirstValues) -> FirstValues:
+    """Return the first values of a table that has more rows from `first_new` on."""
+
+    def first_values(ids: Tensor) -> Tensor:
+        is_new = ids >= first_new
+        if bool(is_new.all()):
+            return new(ids)
+        if not bool(is_new.any()):
+            return before(ids)
+        new_values = new(ids[is_new])
+        values = new_values.new_empty((len(ids), *new_values.shape[1:]))
+        values[is_new] = new_values
+        values[~is_new] = before(ids[~is_new]).to(values.dtype)
+        return values
+
+    return first_values
 
 
 def _never(ids: Tensor) -> Tensor:

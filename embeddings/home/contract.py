@@ -102,6 +102,7 @@ class Home(Closing):
     agree on the order: without that, a fetch returns the record before or after a write-back, never
     a mixture. A `FrozenRows.fetch` beside a write-back of the same rows returns the frozen records.
     `clear` must not run beside other calls for its table, and `close` not beside any other call.
+    `add_rows` may run beside `FrozenRows.fetch` of its table, and beside no other call for it.
 
     A home is no checkpoint. It promises nothing about records after its process has ended.
 
@@ -109,9 +110,11 @@ class Home(Closing):
 
     Attributes:
         trainers: number of processes that share the rows, each with a home object of its own.
+        may_add_rows: whether `add_rows` is supported.
     """
 
     trainers = 1
+    may_add_rows = False
 
     @property
     def lost_servers(self) -> int:
@@ -163,6 +166,27 @@ class Home(Closing):
             HomeError: the table is there with another size, or the home is closed.
             ValueError: a name or number that no table can have.
         """
+
+    def add_rows(self, table: str, *, rows: int) -> None:
+        """Give a table more rows, which were never written. As many rows as before do nothing.
+
+        The time and memory do not depend on the number of rows. Frozen rows stay readable.
+
+        Args:
+            table: a table that was added.
+            rows: rows of the table afterwards, as many as before or more.
+
+        Raises:
+            HomeError: the table was not added, the home is closed, the system refuses, or
+                `may_add_rows` is False. The table is as before.
+            ValueError: fewer rows than the table has.
+        """
+        raise HomeError(
+            f"table {table!r}",
+            found="a home whose tables keep their sizes",
+            expected="a home in memory or in files of this process",
+            next_step="take a checkpoint, and restore it into a table with more rows",
+        )
 
     @abstractmethod
     def fetch(self, table: str, ids: Tensor, out: Tensor) -> Tensor:

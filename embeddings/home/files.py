@@ -98,6 +98,8 @@ class FileHome(Home):
             refuses a call.
     """
 
+    may_add_rows = True
+
     def __init__(
         self, directory: str | os.PathLike[str], *, limits: FileLimits | None = None
     ) -> None:
@@ -120,6 +122,10 @@ class FileHome(Home):
     def add_table(self, table: str, *, rows: int, record_bytes: int) -> None:
         """Make the base file of a table, without room on the disk."""
         self._tables.add(TableForm(table, rows, record_bytes), self._made)
+
+    def add_rows(self, table: str, *, rows: int) -> None:
+        """Make the base file longer, without room on the disk."""
+        self._tables.add_rows(table, rows, _TableInFiles.add_rows)
 
     def _made(self, form: TableForm) -> _TableInFiles:
         number = next(self._tables_made)
@@ -439,6 +445,14 @@ class _TableInFiles:
         self._sealed: list[RecordLog] = []  # the newest first
         self._retired: list[RecordLog] = []  # merged, kept by readers
         self._frozen: list[_FrozenInFiles] = []
+
+    def add_rows(self, larger_form: TableForm) -> None:
+        """Make room for more rows. A merge that runs meanwhile writes rows of before only."""
+        with self._writes, self.lock:
+            base_bytes = self.layout.blocks.file_bytes(larger_form.rows)
+            self._base.resize(base_bytes)
+            self._base_bytes = base_bytes
+            self.layout = self.layout._replace(form=larger_form)
 
     def _new_log(self) -> RecordLog:
         number = next(self._numbers)

@@ -134,6 +134,27 @@ class HomeTables(Generic[T]):
                     next_step="give each table one size, or another name",
                 )
 
+    def add_rows(self, table: str, rows: int, grow: Callable[[T, TableForm], None]) -> None:
+        """Give a table more rows.
+
+        Args:
+            table: name of the table.
+            rows: rows of the table afterwards.
+            grow: makes room for the larger form in the table, or raises and changes nothing.
+
+        Raises:
+            HomeError: as `get`.
+            ValueError: fewer rows than the table has.
+        """
+        known_table = self.get(table)
+        with self._lock:
+            form, _ = self._tables[table]
+            if rows < form.rows:
+                raise ValueError(f"rows: {rows} for table {table!r}, expected {form.rows} or more")
+            larger_form = form._replace(rows=rows)
+            grow(known_table, larger_form)
+            self._tables[table] = larger_form, known_table
+
     def get(self, table: str) -> T:
         """Return a table.
 

@@ -29,12 +29,18 @@ _NORESERVE: Final = 0x4000
 class MemoryHome(Home):
     """Keeps rows in memory. A write-back copies the records, and a fetch copies them out."""
 
+    may_add_rows = True
+
     def __init__(self) -> None:
         self._tables: HomeTables[_TableInMemory] = HomeTables("a home in memory")
 
     def add_table(self, table: str, *, rows: int, record_bytes: int) -> None:
         """Reserve addresses for a table, without memory."""
         self._tables.add(TableForm(table, rows, record_bytes), _TableInMemory)
+
+    def add_rows(self, table: str, *, rows: int) -> None:
+        """Reserve further addresses; the system moves the table without copying it."""
+        self._tables.add_rows(table, rows, _TableInMemory.add_rows)
 
     def fetch(self, table: str, ids: Tensor, out: Tensor) -> Tensor:
         """Copy records out of the table."""
@@ -82,14 +88,33 @@ class _Region:
 
     def __init__(self, rows: int, record_bytes: int) -> None:
         self._record_bytes = record_bytes
-        self._records = _lazy(rows * record_bytes).view(rows, record_bytes)
-        self._has = _lazy(rows).view(torch.bool)
-        # Of the pages of `_records` and of `_has`.
-        self._pages = tuple(
-            _lazy(-(-size // _PAGE_BYTES)).view(torch.bool) for size in (rows * record_bytes, rows)
-        )
+        #: Records, flags, and flags of the pages of both.
+        self._memory = [_Lazy(size_bytes) for size_bytes in self._sizes(rows)]
+        self._find_memory()
         self.record_pages = 0
         self.flag_pages = 0
+
+    def _sizes(self, rows: int) -> tuple[int, ...]:
+        sizes = rows * self._record_bytes, rows
+        return *sizes, *(-(-size_bytes // _PAGE_BYTES) for size_bytes in sizes)
+
+    def _find_memory(self) -> None:
+        records, flags, *page_flags = (memory.bytes for memory in self._memory)
+        self._records = records.view(-1, self._record_bytes)
+        self._has = flags.view(torch.bool)
+        self._pages = tuple(flags_of_pages.view(torch.bool) for flags_of_pages in page_flags)
+
+    def add_rows(self, rows: int) -> None:
+        """Make room for so many rows. After an error, some of the room is there, unused.
+
+        Raises:
+            OSError: the system has no addresses left.
+        """
+        try:
+            for memory, size_bytes in zip(self._memory, self._sizes(rows), strict=True):
+                memory.extend(size_bytes)
+        finally:
+            self._find_memory()  # the old addresses are not valid any more
 
     def has(self, ids: Tensor) -> Tensor:
         return self._has[ids]
@@ -156,7 +181,7 @@ class _FrozenInMemory(FrozenRows):
         self._form = table.form
         self.rows = rows
         self._saved = _Region(max(1, len(rows)), table.form.record_bytes)
-        self._is_saved = _lazy(max(1, len(rows))).view(torch.bool)
+        self._is_saved = _Lazy(max(1, len(rows))).bytes.view(torch.bool)
 
     def save(self, ids: Tensor, has: Tensor, live: _Region) -> None:
         """Save the live records of these rows, as far as they are frozen and not saved before."""
@@ -219,6 +244,19 @@ class _TableInMemory:
         self.live = _Region(form.rows, form.record_bytes)
         self.frozen: set[_FrozenInMemory] = set()
         self._batches = BatchOrder(form.table)
+
+    def add_rows(self, larger_form: TableForm) -> None:
+        with self.lock:
+            try:
+                self.live.add_rows(larger_form.rows)
+            except OSError as error:
+                raise HomeError(
+                    f"table {self.form.table!r}",
+                    found=f"no addresses for {larger_form.rows} rows: {error}",
+                    expected=f"{larger_form.rows * larger_form.record_bytes} bytes of addresses",
+                    next_step="raise the limit of addresses (ulimit -v)",
+                ) from error
+            self.form = larger_form
 
     def fetch(self, ids: Tensor, out: Tensor) -> Tensor:
         self.form.require_records(ids, "out", out)
@@ -283,10 +321,28 @@ class _TableInMemory:
             del self.live
 
 
-def _lazy(size_bytes: int) -> Tensor:
-    """Return zeros, uint8 [size_bytes], in pages that the kernel backs when they are written."""
-    memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
-    if hasattr(mmap, "MADV_NOHUGEPAGE"):
-        # A large page would back 512 pages for the first row in one of them.
-        memory.madvise(mmap.MADV_NOHUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)  # keeps the memory alive
+class _Lazy:
+    """Zeros in pages that the kernel backs when they are written.
+
+    Attributes:
+        bytes: uint8 [size]; valid until `extend`.
+    """
+
+    def __init__(self, size_bytes: int) -> None:
+        self._memory = mmap.mmap(
+            -1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
+        )
+        if hasattr(mmap, "MADV_NOHUGEPAGE"):
+            # A large page would back 512 pages for the first row in one of them.
+            self._memory.madvise(mmap.MADV_NOHUGEPAGE)
+        self.bytes = torch.frombuffer(self._memory, dtype=torch.uint8)  # keeps the memory alive
+
+    def extend(self, size_bytes: int) -> None:
+        """Make it larger. The kernel moves the pages to other addresses without copying them.
+
+        Raises:
+            OSError: there are no addresses left; nothing has changed.
+        """
+        if size_bytes > len(self._memory):
+            self._memory.resize(size_bytes)
+            self.bytes = torch.frombuffer(self._memory, dtype=torch.uint8)

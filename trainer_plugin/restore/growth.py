@@ -81,7 +81,8 @@ class Growth:
         """
         self._initial[table.name] = initial
         self._table_rows[table.name] = table.table_rows
-        self._first_entries.setdefault(table.key, {}).update(first_entries)
+        if first_entries:
+            self._first_entries[table.key] = dict(first_entries)
 
     def grown(self, stored_tables: Mapping[str, LogicalTable]) -> dict[str, int]:
         """Return the tables that have more rows than a checkpoint, and may: name -> stored rows.
@@ -115,8 +116,8 @@ class Growth:
             return
         self._has_looked = True
         for table in tables:
-            if table.name not in self._initial:
-                continue
+            if table.name not in self._initial or table.key in self._first_entries:
+                continue  # not grown, or learned before its row states were trained
             states = optimizers.row_states(table).tensors
             if table.key in cached:
                 blank = cached[table.key].slots.blank

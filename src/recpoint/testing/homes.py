@@ -115,6 +115,36 @@ class HomeSuite:
         expected |= _expected([20], 12, version=9) | _expected([21], 12, version=3)
         assert fetched(partial(home.fetch, "t"), range(50), 12) == expected
 
+    def test_a_table_gets_more_rows(self, home: Home) -> None:
+        """Old and frozen rows stay, new ones were never written, and both can be."""
+        home.add_table("t", rows=100, record_bytes=520)
+        rows = range(0, 100, 3)
+        home.write_back("t", ids_of(rows), records_of(rows, 520), batch=0)
+        if not home.may_add_rows:
+            with pytest.raises(HomeError, match="keep their sizes"):
+                home.add_rows("t", rows=200)
+            return
+        with home.freeze("t", range(100)) as frozen:
+            home.add_rows("t", rows=5_000)
+            home.add_rows("t", rows=5_000)
+            assert fetched(frozen.fetch, range(100), 520) == _expected(rows, 520)
+            written = [3, 98, 99, 100, 4_999]
+            home.write_back("t", ids_of(written), records_of(written, 520, version=1), batch=1)
+            assert fetched(frozen.fetch, range(100), 520) == _expected(rows, 520)
+        expected = _expected(rows, 520) | _expected(written, 520, version=1)
+        assert fetched(partial(home.fetch, "t"), range(5_000), 520) == expected
+        with home.freeze("t", range(5_000)) as frozen:
+            assert fetched(frozen.fetch, range(5_000), 520) == expected
+        home.add_table("t", rows=5_000, record_bytes=520)
+        home.add_rows("t", rows=self.many_rows)
+        assert fetched(partial(home.fetch, "t"), [3, self.many_rows - 1], 520).keys() == {3}
+        with pytest.raises(ValueError, match="expected 1000000000 or more"):
+            home.add_rows("t", rows=5_000)
+        with pytest.raises(HomeError):
+            home.add_rows("another", rows=5_000)
+        home.clear("t")
+        assert fetched(partial(home.fetch, "t"), [3, self.many_rows - 1], 520) == {}
+
     def test_records_are_copied(self, home: Home) -> None:
         """What the caller does with its tensors afterwards changes nothing."""
         home.add_table("t", rows=10, record_bytes=4)

@@ -10,10 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
 from torch.optim import SGD, Adagrad, Adam, Optimizer, Rprop
 
 import recpoint
-from recpoint import Continuous, OneShot
+from recpoint import Checkpointer, Continuous, OneShot
 from recpoint.catalog.staging.area import StagedRun
 from recpoint.embeddings import Uniform
 from recpoint.errors import IncompatibleModel, SettingsError
@@ -229,13 +230,14 @@ class Plain:
 
     def __init__(self, make: Any, *, sparse: bool = False, **form: Any) -> None:
         torch.manual_seed(3)
-        self.model = nn.ModuleDict({"users": nn.Embedding(20, 4, sparse=sparse, **form)})
-        self.weight = self.model["users"].weight
+        self.users = nn.Embedding(20, 4, sparse=sparse, **form)
+        self.model = nn.ModuleDict({"users": self.users})
+        self.weight = self.users.weight
         self.optimizer: Optimizer | None = make([self.weight]) if make else None
         self.optimizers = [] if self.optimizer is None else [self.optimizer]
 
     def backward(self, *ids: int) -> Tensor:
-        loss: Tensor = (self.model["users"](torch.tensor(ids)) ** 2).sum()
+        loss: Tensor = (self.users(torch.tensor(ids)) ** 2).sum()
         loss.backward()
         return loss
 
@@ -273,7 +275,7 @@ def test_a_frozen_table_and_a_scaler_and_a_scheduler_go_on() -> None:
     frozen = Plain(None)
     frozen.weight.requires_grad_(False)
     frozen.grow()
-    assert frozen.model["users"](torch.tensor([29])).shape == (1, 4)
+    assert frozen.users(torch.tensor([29])).shape == (1, 4)
 
     plain = Plain(lambda p: SGD(p, lr=0.1))
     assert plain.optimizer is not None
@@ -283,7 +285,7 @@ def test_a_frozen_table_and_a_scaler_and_a_scheduler_go_on() -> None:
         if 29 in ids:
             plain.grow()
         plain.optimizer.zero_grad(set_to_none=False)
-        scaler.scale((plain.model["users"](torch.tensor(ids)) ** 2).sum()).backward()
+        scaler.scale((plain.users(torch.tensor(ids)) ** 2).sum()).backward()
         scaler.step(plain.optimizer)
         scaler.update()
         scheduler.step()
@@ -301,7 +303,7 @@ def test_a_frozen_table_and_a_scaler_and_a_scheduler_go_on() -> None:
 )
 def test_forms_of_embeddings_keep_their_meaning(make: Any) -> None:
     model = nn.ModuleDict({"users": make()})
-    module = model["users"]
+    module: Any = model["users"]
     padding = module.padding_idx
     recpoint.grow(model, SGD(model.parameters(), lr=0.1), "users", 30, initial=RULE)
     assert module.padding_idx == padding and module.num_embeddings == 30
@@ -312,14 +314,15 @@ def test_forms_of_embeddings_keep_their_meaning(make: Any) -> None:
     if is_bag:
         assert torch.equal(looked_up, first)
     else:
-        assert looked_up[0].norm() <= 0.1 + 1e-6 and torch.equal(looked_up[1], module.weight[19])
+        assert looked_up[0].norm() <= 0.1 + 1e-6
+        assert torch.equal(looked_up[1], module.weight[19])
     copied = copy.deepcopy(model)
     copied.load_state_dict(model.state_dict())
 
 
 def test_a_compiled_model_looks_up_new_rows() -> None:
     plain = Plain(lambda p: SGD(p, lr=0.1), sparse=True)
-    compiled = torch.compile(plain.model["users"], backend="eager")
+    compiled = torch.compile(plain.users, backend="eager")
     compiled(torch.tensor([1, 2])).sum().backward()
     plain.grow()
     looked_up = compiled(torch.tensor([1, 29]))
@@ -412,11 +415,14 @@ def test_other_callers_are_refused_by_name(tmp_path: Any) -> None:
         assert text in str(caught.value)
     with torch.inference_mode(), pytest.raises(SettingsError, match="inference_mode"):
         plain.grow()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
-        wrapped = nn.parallel.DistributedDataParallel(plain.model["users"])
+        wrapped = nn.parallel.DistributedDataParallel(plain.model)
         with pytest.raises(SettingsError, match="DistributedDataParallel"):
-            recpoint.grow(wrapped, plain.optimizers, "weight", 30, initial=RULE)
+            recpoint.grow(wrapped, plain.optimizers, "users", 30, initial=RULE)
+        with Checkpointer(wrapped, plain.optimizers, run=str(tmp_path), interval_batches=9) as _:
+            with pytest.raises(SettingsError, match="DistributedDataParallel"):
+                plain.grow()
     finally:
         dist.destroy_process_group()
 
@@ -428,7 +434,7 @@ def test_a_checkpointers_rules_optimizers_and_calls_are_respected(place: Place) 
         users, items, target = next(trained.reader)
 
         def refusal(**given: Any) -> str:
-            arguments = {"optimizers": trained.optimizers, "initial": RULE} | given
+            arguments: Any = {"optimizers": trained.optimizers, "initial": RULE} | given
             with pytest.raises(SettingsError) as caught:
                 recpoint.grow(trained.model, table="users", rows=MORE_ROWS, **arguments)
             return str(caught.value)
@@ -445,3 +451,18 @@ def test_a_checkpointers_rules_optimizers_and_calls_are_respected(place: Place) 
         grow(trained)
         ckpt.close(final=False)
     grow(trained, rows=MORE_ROWS + 5, initial=Uniform(seed=4))  # its Checkpointer has ended
+
+
+def test_a_table_grows_again_by_a_lambda_in_a_loop(place: Place) -> None:
+    trained = training(ROWS)
+    with place.agent(), checkpointer(trained, place, when_busy="wait") as ckpt:
+        ckpt.restore()
+        for rows in (ROWS, ROWS + 1, ROWS + 1, ROWS + 40):
+            grow(trained, rows, lambda _, ids, dim, dtype: torch.ones(len(ids), dim, dtype=dtype))
+            train(trained, ckpt, 1)
+        assert bool((trained.optimizers[0].state[trained.model.users.weight]["sum"] > 0).all())
+    again = training(ROWS + 40, seed=9)
+    with place.agent(), checkpointer(again, place) as ckpt:
+        ckpt.restore()
+        assert same(tensors(again), tensors(trained))
+        ckpt.close(final=False)

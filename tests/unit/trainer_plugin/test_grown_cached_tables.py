@@ -11,15 +11,17 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
 
+import recpoint
 from recpoint import Checkpointer, Lookahead
 from recpoint.embeddings import Uniform, local
 from recpoint.embeddings.home.contract import Home
 from recpoint.embeddings.server.home import ServedHome
 from recpoint.embeddings.server.server import EmbeddingServer
-from recpoint.errors import IncompatibleModel
+from recpoint.errors import IncompatibleModel, SettingsError
 from tests import cached_training
 from tests.cached_training import (
     DIM,
+    Batch,
     Batches,
     Model,
     Rows,
@@ -32,6 +34,7 @@ from tests.cached_training import (
     train,
 )
 from tests.flat_settings import arguments
+from tests.grown_training import kinds
 from tests.training_builder import Place
 
 USERS, MORE_USERS = cached_training.USERS, cached_training.USERS + 90
@@ -60,9 +63,10 @@ class Trained:
         name: str = "adagrad",
         *,
         slots: dict[str, int] = SLOTS,
+        batches: Callable[[], Batches] = Batches,
         **form: Any,
     ) -> None:
-        self.reader: Any = Batches()
+        self.reader: Any = batches()
         form = {"sparse": True, **form}
         if home is None:
             self.model: Model = plain_model(**form)
@@ -103,16 +107,36 @@ class Trained:
         for optimizer in self.optimizers:
             optimizer.step()
 
-    def train(self, ckpt: Checkpointer | None, batches: int) -> None:
-        def after(_: int) -> None:
+    def train(
+        self, ckpt: Checkpointer | None, batches: int, *, grows_after: int | None = None
+    ) -> None:
+        def after(batches_done: int) -> None:
             if ckpt is not None:
                 ckpt.step()
+            if batches_done == grows_after:
+                grow(self)
 
         train(self.model, self, self.reader, batches=batches, after=after)  # type: ignore[arg-type]
 
     def same_as(self, expected: Trained) -> None:
         assert self.rows.differences(expected.rows) == []
         assert torch.equal(as_bits(self.model.top.weight), as_bits(expected.model.top.weight))
+
+
+class MoreUsersLater(Batches):
+    """Looks up more users after as many batches."""
+
+    batches_before = 12
+
+    def batch(self, position: int) -> Batch:
+        batch = super().batch(position)
+        if position >= self.batches_before:
+            batch["users"] = batch["users"] * 7919 % MORE_USERS
+        return batch
+
+
+def grow(trained: Trained) -> None:
+    recpoint.grow(trained.model, trained.optimizers, "users", MORE_USERS, initial=RULE)
 
 
 def first_run(place: Place, name: str = "adagrad") -> Trained:
@@ -241,6 +265,93 @@ def test_training_goes_back_to_a_checkpoint_from_before_the_growth(
         for batch in ckpt.batches(total=30):
             train(grown.model, grown, [batch], batches=1)  # type: ignore[arg-type]
             if not lost and ckpt.batches_done == 15:
+                lost = ckpt.batches_done
+                running[1].end()
+        grown.same_as(expected)
+    assert lost
+    for server in running:
+        server.end()
+
+
+@pytest.mark.parametrize("grows_after", [0, 12])
+@pytest.mark.parametrize(("kind", "name", "is_meta"), HOMES[:3])
+def test_a_cached_table_grows_while_it_trains(
+    place: Place, tmp_path: Path, kind: str, name: str, is_meta: bool, grows_after: int
+) -> None:
+    """As a plain table does. The reader has read batches with new rows before they are there."""
+    expected = Trained(name=name, batches=MoreUsersLater)
+    if not grows_after:
+        grow(expected)
+    expected.train(None, 23, grows_after=grows_after)
+    with homes(kind, tmp_path) as home:
+        grown = Trained(home, name, batches=MoreUsersLater, is_meta=is_meta)
+        with place.agent(), grown.checkpointer(place, when_busy="wait") as ckpt:
+            ckpt.restore()
+            if not grows_after:
+                grow(grown)
+            grown.train(ckpt, 23, grows_after=grows_after)
+            grown.same_as(expected)
+            assert grown.model.users.num_embeddings == MORE_USERS
+        assert [step for step, kind in kinds(place) if kind == "full"] == [5, 15][: 1 + grows_after]
+        grown.cache.close()
+    again = Trained(name=name, batches=MoreUsersLater)
+    grow(again)
+    with place.agent(), again.checkpointer(place, grow={}) as ckpt:
+        ckpt.restore()
+        assert ckpt.batches_done == 23
+        again.same_as(expected)
+        ckpt.close(final=False)
+
+
+def test_a_cached_table_grows_before_its_restore(place: Place) -> None:
+    """From a checkpoint with fewer rows, and into one with all."""
+    expected = Trained(batches=MoreUsersLater)
+    expected.train(None, 20, grows_after=12)
+    first_run(place)
+    for first_batch, last_batch in ((12, 16), (16, 20)):
+        grown = Trained(local(), batches=MoreUsersLater)
+        grow(grown)
+        with place.agent(), grown.checkpointer(place) as ckpt:
+            ckpt.restore()
+            assert ckpt.batches_done == first_batch
+            grown.train(ckpt, last_batch - first_batch)
+        if last_batch == 20:
+            grown.same_as(expected)
+        grown.cache.close()
+
+
+def test_tables_on_servers_keep_their_sizes() -> None:
+    home = homes("servers", Path())
+    grown = Trained(home)
+    with pytest.raises(SettingsError, match="a ServedHome, whose tables keep their sizes"):
+        grow(grown)
+    grown.train(None, 2)
+    grown.cache.close()
+
+
+def test_training_goes_back_to_a_checkpoint_from_before_a_growth_of_this_process(
+    place: Place,
+) -> None:
+    """A server of another table is lost after the growth, before the full that follows it."""
+    expected = Trained(batches=MoreUsersLater)
+    expected.train(None, 30, grows_after=12)
+
+    running = [EmbeddingServer(name=f"server {number}") for number in range(2)]
+
+    def revive(number: int) -> EmbeddingServer:
+        running[number] = EmbeddingServer(name=f"server {number}")
+        return running[number]
+
+    home = ServedHome(running, revive=revive)
+    grown = Trained(home, slots={"items": 40}, batches=MoreUsersLater, is_meta=False)
+    lost = 0
+    with place.agent(), grown.checkpointer(place, rewinds=1, interval_batches=8, grow={}) as ckpt:
+        ckpt.restore()
+        for batch in ckpt.batches(total=30):
+            if ckpt.batches_done >= 12:
+                grow(grown)
+            train(grown.model, grown, [batch], batches=1)  # type: ignore[arg-type]
+            if not lost and ckpt.batches_done == 14:
                 lost = ckpt.batches_done
                 running[1].end()
         grown.same_as(expected)
