@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 
 from recpoint.catalog.run.run import Run
+from recpoint.interrupts import came_from_handler
 from recpoint.trainer_plugin.assembly import Assembly
 from recpoint.trainer_plugin.batches.uncounted import Uncounted
 from recpoint.trainer_plugin.pipeline.pipeline import Pipeline
@@ -59,6 +60,7 @@ class RunningGeneration:
         self._is_stalled = is_stalled
         self._servers_note: ServersNote | None = None
         self._uncounted: Uncounted | None = None  # until the first batch is counted
+        self._has_larger_table = False  # since the last preparation
         # Rows of a cache are copied after the cut, not before it: from slots that no step has
         # changed, or from the frozen home.
         ahead = reader if isinstance(reader, Lookahead) and parts.cache is None else None
@@ -138,6 +140,8 @@ class RunningGeneration:
         pipeline.outcomes.fetch()
         if self._parts.memory.follow():
             self._parts.records.warn_if_large(pipeline.statistics.precision)
+        if self._has_larger_table:
+            self._prepare_again()
         pace.step(batches_done)
         if pipeline.ahead is not None:
             pipeline.ahead.step(batches_done, pace.left(batches_done))
@@ -145,16 +149,21 @@ class RunningGeneration:
             self._end.end_if_last(batches_done, pipeline.finish)
         pipeline.outcomes.raise_noted()
 
-    def follow_growth(self) -> None:
-        """Prepare for checkpoints of a table that has more rows now. Never raises.
+    def note_larger_table(self) -> None:
+        """Take note that a table has more rows now; `act` prepares for its checkpoints.
 
-        The copying thread must not read the table any more: see `void_window`.
+        Not at once: in the middle of a batch, the position of a reader may not be known.
         """
-        if self._parts.memory.follow(has_larger_table=True):
-            self._parts.records.warn_if_large(self.pipeline.statistics.precision)
+        self._has_larger_table = True
+        self._parts.memory.note_larger_table()
+
+    def _prepare_again(self) -> None:
+        self._has_larger_table = False
         try:
             self.pipeline.prepare()
         except Exception as error:
+            if came_from_handler(error):
+                raise
             # A user's state_dict failed. The cut meets the same error and counts it.
             _log.warning("no slot was made ready for a table that has more rows: %s", error)
 

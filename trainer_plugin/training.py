@@ -259,7 +259,7 @@ class CheckpointedTraining:
         assert table is not None  # trainings_of has found it
         self._parts.follow_growth(table, initial, entries)
         if self.generation is not None:
-            self.generation.follow_growth()
+            self.generation.note_larger_table()
 
     def checkpoint(self) -> bool:
         """Take a checkpoint now; see `Checkpointer.checkpoint`."""

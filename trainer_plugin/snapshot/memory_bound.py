@@ -21,6 +21,9 @@ _log = logging.getLogger("recpoint")
 #: Growth by less than 1/100 is not logged: it happens when numbers in the state tree get longer.
 _NEWS = 100
 
+#: No number of entries: they are counted again.
+_UNKNOWN = -1
+
 
 class MemoryBound:
     """Knows the most bytes that slots take, for this rank and for its host.
@@ -105,7 +108,7 @@ class MemoryBound:
         )
 
     def has_grown(self) -> bool:
-        """Whether optimizers have created state, so that `follow` is due; asked after each step."""
+        """Whether state was created or a table grew, so that `follow` is due; asked each step."""
         try:
             return self._count() != self._entries
         except Exception as error:
@@ -113,17 +116,18 @@ class MemoryBound:
                 raise
             return True  # a user's state that cannot be read; `follow` logs the error
 
-    def follow(self, *, has_larger_table: bool = False) -> bool:
-        """Measure again if optimizers have created state. Never raises.
+    def note_larger_table(self) -> None:
+        """Take note that a table has more rows now, so that `follow` is due."""
+        self._entries = _UNKNOWN
 
-        Args:
-            has_larger_table: measure again in any case: a table has got more rows.
+    def follow(self) -> bool:
+        """Measure again if optimizers have created state, or a table has grown. Never raises.
 
         Returns:
             Whether it was measured again.
         """
         try:
-            if has_larger_table or self._count() != self._entries:
+            if self._count() != self._entries:
                 self._grow(self._measured())
                 return True
         except Exception as error:
