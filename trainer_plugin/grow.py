@@ -42,8 +42,9 @@ def grow(
     """Give a table more rows, between two batches, without a restart.
 
         for batch in checkpoints.batches(epochs=3):
-            rows = max(model.users.num_embeddings, int(batch.users.max()) + 1)
-            recpoint.grow(model, optimizer, "users", rows)
+            rows = int(batch.users.max()) + 1
+            if rows > model.users.num_embeddings:
+                recpoint.grow(model, optimizer, "users", rows)
             train(batch)
 
     The parameter stays the same object, and old rows, their optimizer state and a gradient that is

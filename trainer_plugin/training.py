@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
 import weakref
 from collections.abc import Mapping, Sequence
 
@@ -227,11 +228,19 @@ class CheckpointedTraining:
         """Refuse to give a table more rows now.
 
         Raises:
-            SettingsError: another call is in progress; or a forward pass waits for its backward
-                pass, which expects as many rows as it has seen.
+            SettingsError: another call is in progress; this is not the thread that trains; or a
+                forward pass waits for its backward pass, which expects as many rows as it has seen.
         """
         self.life.refuse_busy(call)
         signs = self._parts.signs
+        if signs.thread not in (None, threading.get_ident()):
+            raise SettingsError(
+                call,
+                found="a call in another thread than the optimizer steps",
+                expected="a call in the training thread, between two batches",
+                next_step="have the training loop make the call, for instance for the largest id "
+                "of a batch that it takes",
+            )
         if signs.last_forward > max(signs.last_backward, signs.last_step):
             raise SettingsError(
                 call,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -300,6 +301,8 @@ def test_a_frozen_table_and_a_scaler_and_a_scheduler_go_on() -> None:
     [
         lambda: nn.EmbeddingBag(20, 4, mode="sum", include_last_offset=True, padding_idx=3),
         lambda: nn.Embedding(20, 4, padding_idx=-1, max_norm=0.1),
+        lambda: nn.Embedding(20, 4, padding_idx=-1, max_norm=0.1, dtype=torch.float64),
+        lambda: nn.Embedding(20, 4, padding_idx=-1, max_norm=0.1, dtype=torch.bfloat16),
     ],
 )
 def test_forms_of_embeddings_keep_their_meaning(make: Any) -> None:
@@ -315,7 +318,9 @@ def test_forms_of_embeddings_keep_their_meaning(make: Any) -> None:
     if is_bag:
         assert torch.equal(looked_up, first)
     else:
-        assert looked_up[0].norm() <= 0.1 + 1e-6
+        assert looked_up[0].norm() <= 0.101 and looked_up.dtype is module.weight.dtype
+        looked_up.sum().backward()
+        assert module.weight.grad.shape == (30, 4)
         assert torch.equal(looked_up[1], module.weight[19])
     copied = copy.deepcopy(model)
     copied.load_state_dict(model.state_dict())
@@ -449,6 +454,8 @@ def test_a_checkpointers_rules_optimizers_and_calls_are_respected(place: Place) 
             optimizer.step()
         with torch.no_grad():
             trained.model(users, items)
+        with ThreadPoolExecutor(1) as reader:
+            assert "another thread than the optimizer steps" in reader.submit(refusal).result()
         grow(trained)
         ckpt.close(final=False)
     grow(trained, rows=MORE_ROWS + 5, initial=Uniform(seed=4))  # its Checkpointer has ended
