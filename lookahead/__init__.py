@@ -6,4 +6,5 @@ In: the rows that each coming batch looks up. Out: plans.
 early, and the marks say which rows have to be copied. `oracle.py` plans a cache: which rows lie in
 which slots when a batch is trained. Such a plan is exact, because training looks rows up there.
 `shared_oracle.py` plans the caches of several trainers: which has a row, and which borrow it.
+`owned_rows.py` divides the ids of a batch among the ranks that store its rows.
 """

@@ -81,17 +81,19 @@ class GlooChannel(Channel):
 
     Args:
         name: what it carries, for errors.
+        wait_seconds: the longest time that a rank may be behind the others; None: as torch sets it.
 
     Raises:
         RankLost: a rank does not answer.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, wait_seconds: float | None = None) -> None:
         self._name = name
         self.rank, self.count = dist.get_rank(), dist.get_world_size()
         self._group: Any = None
         try:
-            self._group = dist.new_group(backend="gloo")
+            timeout = None if wait_seconds is None else timedelta(seconds=wait_seconds)
+            self._group = dist.new_group(backend="gloo", timeout=timeout)
         except RuntimeError as error:
             raise self._lost(error) from error
 
