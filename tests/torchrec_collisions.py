@@ -361,15 +361,21 @@ def collisions_refused(folder: str) -> dict[str, str]:
     from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
     from torchrec.modules.mc_modules import LFU_EvictionPolicy
 
-    from recpoint import Checkpointer
+    from recpoint import Checkpointer, Lookahead
+    from tests.training_builder import Batches
 
     other_policy: Any = type("OtherPolicy", (LFU_EvictionPolicy,), {})
     errors = {}
 
-    def build(model: nn.Module) -> None:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        Checkpointer(model, optimizer, run=str(Path(folder) / "run"), interval_batches=2)
+    def build(model: nn.Module, optimizers: Any = None, reader: Any = None) -> None:
+        if optimizers is None:
+            optimizers = torch.optim.SGD(model.parameters(), lr=0.1)
+        run = str(Path(folder) / "run")
+        Checkpointer(model, optimizers, run=run, reader=reader, interval_batches=2)
 
+    reader = Lookahead(Batches(1), ids=lambda batch: {})
+    model = mapped_model("EBC", "LFU", sharded=True)
+    errors["look ahead"] = _error_of(lambda: build(model, [], reader))
     model = mapped_model("EBC", "LFU", sharded=False)
     modules: Any = model.mapped._managed_collision_collection._managed_collision_modules
     modules["t0"]._eviction_policy = other_policy()

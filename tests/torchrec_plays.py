@@ -45,6 +45,7 @@ __all__ = [
     "collisions_refused",
     "found",
     "lived",
+    "looked_ahead",
     "mapped_parts_refused",
     "piped",
     "pipelines_refused",
@@ -166,9 +167,7 @@ def refused() -> dict[str, str]:
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
     from torchrec.optim.keyed import KeyedOptimizerWrapper, OptimizerWrapper
 
-    from recpoint import Checkpointer, Lookahead
     from recpoint.trainer_plugin.integrations.torchrec import find
-    from tests.training_builder import Batches
 
     class OwnWrapper(OptimizerWrapper):  # type: ignore[misc]
         """An optimizer of a user around another one, which may have state."""
@@ -182,11 +181,6 @@ def refused() -> dict[str, str]:
         lambda parameters: torch.optim.SGD(parameters, lr=0.1),
     )
     assert source.optimizers([dense, model.fused_optimizer]) == [dense._optimizer]
-    reader = Lookahead(Batches(1), ids=lambda batch: {})
-    optimizers, run = [dense, model.fused_optimizer], str(Path("never begun").absolute())
-    ahead = _error(
-        lambda: Checkpointer(model, optimizers, run=run, reader=reader, interval_batches=2)
-    )
     states = source.state_dict()
     t0, t1 = (f"bags.embedding_bags.{name}" for name in ("t0", "t1"))
     assert source.differences([states]) == []
@@ -196,7 +190,6 @@ def refused() -> dict[str, str]:
     # Set here, because FBGEMM makes no unsupported optimizer on a CPU.
     model.module.bags._lookups[0]._emb_modules[0].emb_module.optimizer = EmbOptimType.LARS_SGD
     return {
-        "ahead": ahead,
         **lacking,
         "rates": "; ".join(rates),
         "clipped": "; ".join(
@@ -530,6 +523,46 @@ def piped(
         "trained": trained,
         "done": checkpoints.batches_done,
     }
+
+
+def looked_ahead(kinds: Mapping[str, str], run: str, pipeline: str = "") -> Any:
+    """Train with and without a Lookahead, which finds the ids in the batches itself.
+
+    Args:
+        kinds: how each table is sharded.
+        pipeline: name of the pipeline's class; "": a plain loop.
+    """
+    from torchrec.distributed.train_pipeline import train_pipelines
+    from torchrec.streamable import Pipelineable
+
+    from recpoint import Lookahead, ResumableLoader
+    from tests.ahead_ranks import INTERVAL, WINDOW, RankJob, train_alike
+
+    Pipelineable.register(PooledBatch)
+    batches = [PooledBatch(number, batch(number, dist.get_rank())[0]) for number in range(90)]
+
+    def job(name: str, window: int) -> RankJob:
+        torch.manual_seed(3)
+        model = sharded(kinds, model=PooledRanker())
+        of_torch = optimizers(model, "RowWiseAdagrad")
+        loader: Any = ResumableLoader(batches)
+        reader = Lookahead(loader, window=window) if window else loader
+        kind = pipeline and getattr(train_pipelines, pipeline)
+        inner = kind(model, of_torch[0], torch.device("cpu")) if kind else None
+
+        def train(source: Any) -> None:
+            if inner is not None:
+                inner.progress(source)
+                return
+            for optimizer in of_torch:
+                optimizer.zero_grad()
+            model(next(source))[0].sum().backward()
+            for optimizer in of_torch:
+                optimizer.step()
+
+        return RankJob(Path(run) / name, model, of_torch, reader, train)
+
+    return train_alike(job("plain", 0), job("ahead", WINDOW), 3 * INTERVAL)
 
 
 def _die_in(phase: str, model: Any, optimizer: Any, pipeline: Any, run: str, folder: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 from recpoint.catalog.staging.area import default_staging_root
 from recpoint.embeddings.cache.cache import Cache
 from recpoint.embeddings.cache.cached_table import CachedTracker
+from recpoint.embeddings.cache.channel import GlooChannel
 from recpoint.embeddings.cache.lookup_hooks import cache_of
 from recpoint.embeddings.cache.progress import CacheStats
 from recpoint.embeddings.cache.reader_plans import planned_cache
@@ -23,10 +25,12 @@ from recpoint.embeddings.tables.marks import Tracker
 from recpoint.embeddings.tables.optimizers import OptimizerWatch
 from recpoint.embeddings.tables.tables import Table, TableSource
 from recpoint.errors import SettingsError
+from recpoint.lookahead.owned_rows import OwnedRows
 from recpoint.trainer_plugin.batches.count import BatchCount
 from recpoint.trainer_plugin.batches.signs import TrainingSigns
 from recpoint.trainer_plugin.integrations import RateSchedule, take_apart
 from recpoint.trainer_plugin.named_tables import NamedTables
+from recpoint.trainer_plugin.pipeline.coming_rows import ComingRows
 from recpoint.trainer_plugin.ranks.agreement import Replicas, agree_on_settings
 from recpoint.trainer_plugin.ranks.ranks import Ranks
 from recpoint.trainer_plugin.ranks.sharding import (
@@ -99,6 +103,8 @@ class Assembly:
         records: estimates the records of coming checkpoints.
         replicas: checks the state that is equal on all ranks.
         cache: has the rows of cached tables; None: no table is cached.
+        coming: knows the rows of coming batches; None: the reader does not look ahead, or tables
+            are in a cache: their rows are copied after the cut, not before it.
     """
 
     trained: Trained
@@ -116,6 +122,7 @@ class Assembly:
     records: RecordBound
     replicas: Replicas
     cache: Cache | None
+    coming: ComingRows | None
 
     def track(self, changed: Mapping[str, Tensor]) -> None:
         """Hook into the model, and note rows that change from now on.
@@ -217,28 +224,51 @@ def _why_not_copied(trained: Trained, settings: Settings) -> str | None:
     return None
 
 
-def _refuse_ahead(ranks: Ranks, trained: Trained, settings: Settings) -> None:
+def _refuse_ahead(trained: Trained, settings: Settings) -> None:
     """Refuse a Lookahead where rows cannot be copied before a cut.
 
     Raises:
-        SettingsError: there are several ranks; a library keeps the tables in its own form; a table
-            is on a GPU; or rows are quantized in this process.
+        SettingsError: a table is on a GPU; managed collisions map ids to its rows; or rows are
+            quantized in this process.
     """
-    unsupported = None
-    if ranks.several:
-        unsupported = f"{ranks.count} ranks"
-    elif trained.sources:
-        unsupported = f"tables of {trained.sources[0].name}"
-    else:
-        unsupported = _why_not_copied(trained, settings)
+    unsupported = _why_not_copied(trained, settings)
+    for table in trained.tables:
+        if unsupported is None and table.maps_ids:
+            unsupported = f"table {table.name!r}, to whose rows managed collisions map ids"
     if unsupported is not None:
         raise SettingsError(
             "Checkpointer(reader=Lookahead(...))",
             found=unsupported,
-            expected="one process with tables on the CPU that are staged as they are",
+            expected="tables on the CPU whose rows are ids, and that are staged as they are",
             next_step="pass the reader inside, without Lookahead: checkpoints are the same, and "
             "training waits until all rows are copied",
         )
+
+
+def _tables_of_features(ranks: Ranks, trained: Trained) -> dict[str, set[str]]:
+    """Return the names of the tables of each feature, on whichever rank they are. Collective."""
+    own_features = [(table.name, table.features) for table in trained.tables]
+    tables: dict[str, set[str]] = {}
+    for name, features in chain.from_iterable(ranks.gather(own_features)):
+        for feature in features:
+            tables.setdefault(feature, set()).add(name)
+    return tables
+
+
+def _coming_rows(
+    ranks: Ranks, shards: Sequence[StoredShard], reader: Lookahead, settings: Settings
+) -> ComingRows:
+    """Return what knows the rows of coming batches. Collective."""
+    own_rows = [
+        OwnedRows(shard.key, shard.name, shard.first_row, shard.held_rows)
+        for shard in shards
+        if shard.table is not None
+    ]
+    channel = None
+    if ranks.several:
+        seconds = settings.timeouts.ranks_seconds
+        channel = GlooChannel("rows of coming batches", wait_seconds=seconds)
+    return ComingRows(reader, ranks.gather(own_rows), rank=ranks.rank, channel=channel)
 
 
 def _look_at_cache(ranks: Ranks, trained: Trained) -> Cache | None:
@@ -312,7 +342,8 @@ def assemble(
         RankLost: another rank could not build its parts, and raised the reason there; or it did not
             answer.
     """
-    agree_on_settings(ranks, settings.common | {"run": run_url})
+    window = reader.window if isinstance(reader, Lookahead) else None
+    agree_on_settings(ranks, settings.common | {"run": run_url, "Lookahead.window": window})
     shards = lay_out(ranks, trained.tables)
     growth = Growth(settings.options.grow, {shard.name: shard.rows for shard in shards})
     with ranks.together("looking at the cache"):
@@ -324,9 +355,13 @@ def assemble(
     if isinstance(reader, Lookahead):
         with ranks.together("looking at the reader"):
             if cache is None:
-                _refuse_ahead(ranks, trained, settings)
+                _refuse_ahead(trained, settings)
+        features = _tables_of_features(ranks, trained)
+        with ranks.together("attaching the reader"):
             reader.attach(
-                {shard.name: shard.rows for shard in shards}, planned_cache(trained.module)
+                {shard.name: shard.rows for shard in shards},
+                planned_cache(trained.module),
+                features,
             )
     with ranks.together("looking at the state of training"):
         state = TrainingState(
@@ -384,6 +419,9 @@ def assemble(
         lambda: local_pieces(state.model.tensors()),
     )
     state.leave_to_others(replicas.stored_elsewhere)
+    coming = None
+    if isinstance(reader, Lookahead) and cache is None:
+        coming = _coming_rows(ranks, shards, reader, settings)
     signs = TrainingSigns(trained.module, trained.optimizers)
     return Assembly(
         trained=trained,
@@ -410,4 +448,5 @@ def assemble(
         records=RecordBound(ranks, cutter),
         replicas=replicas,
         cache=cache,
+        coming=coming,
     )

@@ -16,7 +16,6 @@ from recpoint.trainer_plugin.restore.start import Start
 from recpoint.trainer_plugin.restore.start_log import announce_start
 from recpoint.trainer_plugin.servers_note import ServersNote
 from recpoint.trainer_plugin.settings import Settings
-from recpoint.trainer_plugin.state.lookahead import Lookahead
 
 __all__ = ["RunningGeneration"]
 
@@ -61,9 +60,6 @@ class RunningGeneration:
         self._servers_note: ServersNote | None = None
         self._uncounted: Uncounted | None = None  # until the first batch is counted
         self._has_larger_table = False  # since the last preparation
-        # Rows of a cache are copied after the cut, not before it: from slots that no step has
-        # changed, or from the frozen home.
-        ahead = reader if isinstance(reader, Lookahead) and parts.cache is None else None
         self.pipeline = Pipeline(
             run=run,
             start=start,
@@ -76,7 +72,7 @@ class RunningGeneration:
             ends=lambda: end.is_due,
             ranks=ranks,
             replicas=parts.replicas,
-            reader=ahead,
+            coming=parts.coming,
             fulls_window=settings.options.copy_fulls_ahead,
         )
         self._pace = Pace(reader, self.pipeline)
@@ -127,7 +123,10 @@ class RunningGeneration:
             or pipeline.outcomes.has_news()
             or self._parts.memory.has_grown()
             or self._end.is_due
-            or (pipeline.ahead is not None and pipeline.ahead.is_near(pace.left(batches_done)))
+            or (
+                pipeline.ahead is not None
+                and pipeline.ahead.is_near(batches_done, pace.left(batches_done))
+            )
         )
 
     def act(self, batches_done: int) -> None:

@@ -331,4 +331,6 @@ class CheckpointedTraining:
                 generation.close()
             self._parts.untrack()
             self._parts.area.close()
+            if self._parts.coming is not None:
+                self._parts.coming.close()
             self._ranks.close()

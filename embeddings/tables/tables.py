@@ -175,6 +175,11 @@ class Table(ABC):
         return False
 
     @property
+    def features(self) -> tuple[str, ...]:
+        """Features of jagged batches whose values are ids of the table; none: batches have none."""
+        return ()
+
+    @property
     def row_states(self) -> Mapping[str, Tensor] | None:
         """Optimizer state with one entry for each row, [rows, ...]; restored in place.
 

@@ -21,7 +21,7 @@ from recpoint.catalog.run.run import Run
 from recpoint.catalog.store.store import open_store
 from recpoint.format.naming import ManifestName
 from tests.fault.kill_points import FAULTS_EVERY
-from tests.fault.window_lives import TOTAL, Kill, looking_ahead_rank, window_life
+from tests.fault.window_lives import TOTAL, Kill, window_life
 from tests.forked import ForkedProcess
 from tests.polling import PATIENCE_SECONDS
 
@@ -133,22 +133,3 @@ def test_checkpoints_of_rounded_rows_are_those_of_a_training_that_is_not_killed(
         # At least what was committed before the batch that was killed.
         assert step >= (killed.batch - 1) // 5 * 5, seed
         assert step == 0 or compare(place, expected) == step // 5
-
-
-def test_ranks_are_refused_and_none_of_them_waits(tmp_path: Path) -> None:
-    told = [tmp_path / f"told-{rank}" for rank in range(2)]
-    lives = [
-        ForkedProcess(
-            target=looking_ahead_rank, args=(str(tmp_path), rank, str(told[rank])), daemon=True
-        )
-        for rank in range(2)
-    ]
-    for process in lives:
-        process.start()
-    for process in lives:
-        process.join(PATIENCE_SECONDS)
-        assert process.exitcode == 0
-    first, second = (json.loads(path.read_text()) for path in told)
-    for one in (first["both"], second["both"], second["one"]):
-        assert one[0] == "SettingsError" and "Lookahead(...)): found 2 ranks" in one[1], one
-    assert first["one"][0] == "RankLost" and "found an error while" in first["one"][1]

@@ -14,14 +14,13 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from recpoint import Checkpointer, Lookahead, Options, Precision, Staging, Timeouts
 from tests.polling import until
 from tests.training_builder import InlineAgent, seed_everything
 
-__all__ = ["TOTAL", "Kill", "looking_ahead_rank", "window_life"]
+__all__ = ["TOTAL", "Kill", "window_life"]
 
 TOTAL, _INTERVAL, _BATCH = 20, 5, 24
 _ROWS = {"goods": 4_200, "users": 300}
@@ -127,28 +126,6 @@ def window_life(
     told["end"] = [checkpoints.batches_done, _digest(model, optimizer)]
     told["rows_before"] = before
     (Path(place) / "told").write_text(json.dumps(told))
-
-
-def looking_ahead_rank(place: str, rank: int, told: str) -> None:
-    """One of two ranks, of which both or rank 1 look ahead; tell in a file what came of each."""
-    dist.init_process_group("gloo", init_method=f"file://{place}/meeting", rank=rank, world_size=2)
-    found: dict[str, list[str]] = {}
-    for case, looks_ahead in (("both", True), ("one", rank == 1)):
-        model = nn.ModuleDict({"goods": nn.Embedding(_ROWS["goods"], 8, sparse=True)})
-        try:
-            Checkpointer(
-                model,
-                torch.optim.Adagrad(model.parameters(), lr=0.1),
-                run=f"{place}/run",
-                reader=Lookahead(_Reader()) if looks_ahead else _Reader(),
-                staging=f"{place}/staging",
-                interval_batches=2,
-                timeouts=Timeouts(ranks_seconds=120.0),
-            )
-        except Exception as error:
-            found[case] = [type(error).__name__, str(error)]
-    Path(told).write_text(json.dumps(found))
-    dist.destroy_process_group()
 
 
 def _until_committed(checkpoints: Checkpointer, count: int) -> None:

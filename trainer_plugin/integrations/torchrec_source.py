@@ -94,6 +94,11 @@ class ShardTable(Table):
         return False
 
     @property
+    def features(self) -> tuple[str, ...]:
+        """Features of the table, from its configuration."""
+        return tuple(getattr(self._config, "feature_names", ()))
+
+    @property
     def row_states(self) -> Mapping[str, Tensor] | None:
         """Row states of the fused optimizer; None: a torch optimizer trains the table."""
         if not self.fused:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import atexit
 import os
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 
 from recpoint.embeddings.tables.marks import Tracker
 from recpoint.format.dtypes import array_bytes
 from recpoint.format.job import StagedTable
 from recpoint.interrupts import came_from_handler
+from recpoint.trainer_plugin.pipeline.coming_rows import BatchIds, ComingRows, WindowRows
 from recpoint.trainer_plugin.policy import ChainLink
+from recpoint.trainer_plugin.ranks.row_exchange import RowsUnknown
 from recpoint.trainer_plugin.schedule.ledger import CopiedRows, Ledger
 from recpoint.trainer_plugin.snapshot.cut import Cutter
 from recpoint.trainer_plugin.snapshot.live_tables import LiveTable
 from recpoint.trainer_plugin.snapshot.staging import StagingArea
 from recpoint.trainer_plugin.snapshot.window import Window
-from recpoint.trainer_plugin.state.lookahead import Lookahead
 
 __all__ = ["Ahead"]
 
@@ -27,9 +29,9 @@ class Ahead:
     An error here costs the window, never the checkpoint: the cut is then a plain one.
 
     Args:
-        reader: has read the coming batches; None: they are not known, so that only fulls have
+        coming: knows the rows of coming batches; None: nobody does, so that only fulls have
             windows.
-        fulls_window: without a reader: how many batches before its cut a full's window opens.
+        fulls_window: without these rows: how many batches before its cut a full's window opens.
         cutter: cuts snapshots.
         trackers: trackers of the tables, by `Table.key`.
         ledger: knows the tip, and the slots in use.
@@ -43,7 +45,7 @@ class Ahead:
 
     def __init__(
         self,
-        reader: Lookahead | None,
+        coming: ComingRows | None,
         *,
         fulls_window: int = 0,
         cutter: Cutter,
@@ -53,9 +55,9 @@ class Ahead:
         is_free: Callable[[], bool],
         full_bytes: Callable[[], int],
     ) -> None:
-        self._reader = reader
+        self._coming = coming
         self._fulls_window = fulls_window
-        # Without a reader: the next checkpoint is to be an increment, so no window opens before it.
+        # Without `coming`: the next checkpoint is to be an increment, so no window opens before it.
         self._is_declined = False
         self._cutter = cutter
         self._trackers = trackers
@@ -63,7 +65,7 @@ class Ahead:
         self._area = area
         self._is_free = is_free
         self._full_bytes = full_bytes
-        self._no_window = _NOT_DUE if reader is None else _NOT_READ
+        self._no_window = _NOT_DUE if coming is None else _NOT_READ
         self._reason = self._no_window
         self._process = os.getpid()
         self.window: Window | None = None
@@ -73,29 +75,26 @@ class Ahead:
     @property
     def size_bytes(self) -> int:
         """Bytes of the batches that are read ahead, and of the open window."""
-        window, reader = self.window, self._reader
-        held_bytes = 0 if reader is None else reader.held_bytes
+        window, coming = self.window, self._coming
+        held_bytes = 0 if coming is None else coming.held_bytes
         return held_bytes + (0 if window is None else window.size_bytes)
 
-    def is_near(self, batches_to_come: int | None) -> bool:
+    def is_near(self, batches_done: int, batches_to_come: int | None) -> bool:
         """Whether `step` has something to do.
 
         Args:
+            batches_done: batches done.
             batches_to_come: batches until the next checkpoint is due; None: unknown.
         """
-        return self.window is not None or self._can_open(batches_to_come)
+        return self.window is not None or self._is_due(batches_done, batches_to_come)
 
-    def _can_open(self, batches_to_come: int | None) -> bool:
-        return (
-            batches_to_come is not None
-            and 0 < batches_to_come <= self._reach
-            and not self._is_declined
-        )
-
-    @property
-    def _reach(self) -> int:
-        reader = self._reader
-        return self._fulls_window if reader is None else min(reader.window, reader.held)
+    def _is_due(self, batches_done: int, batches_to_come: int | None) -> bool:
+        """Whether a window may open, or other ranks are to be told of this rank's batches."""
+        if batches_to_come is None:
+            return False
+        if self._coming is None:
+            return 0 < batches_to_come <= self._fulls_window and not self._is_declined
+        return self._coming.has_work(batches_done, batches_to_come)
 
     def step(self, batches_done: int, batches_to_come: int | None) -> None:
         """Hand rows over to the open window, or open one if a checkpoint is near.
@@ -105,16 +104,33 @@ class Ahead:
             batches_to_come: as for `is_near`.
         """
         try:
+            if batches_to_come is not None and self._is_due(batches_done, batches_to_come):
+                if self._coming is not None:
+                    # Whether or not a window opens: the others wait for what this rank tells.
+                    self._coming.tell(batches_done, batches_to_come)
+                if self._may_open(batches_to_come):
+                    self._open(batches_done, batches_to_come)
             if self.window is not None:
                 self.window.advance(batches_done)
-            elif batches_to_come is not None and self._can_open(batches_to_come):
-                self._open(batches_done, batches_to_come)
         except Exception as error:
             self._reason = str(error) or type(error).__name__
             if self.window is not None:
                 self.window.void(self._reason)
             if came_from_handler(error):
                 raise
+
+    def _may_open(self, batches_to_come: int) -> bool:
+        """Whether a window may open, after a window whose rows are not known has ended."""
+        window = self.window
+        if self._coming is not None and not self._coming.are_coming(batches_to_come):
+            return False
+        if window is None:
+            return True
+        if window.reason is not None or not isinstance(window.failure, RowsUnknown):
+            return False
+        window.void(str(window.failure))
+        self.window = None
+        return True
 
     def _open(self, batches_done: int, batches_to_come: int) -> None:
         if any(tracker.unapplied for tracker in self._trackers.values()):
@@ -128,17 +144,20 @@ class Ahead:
             tip=self._ledger.tip,
             base_history=self._ledger.base_history,
         )
-        if self._reader is None and frozen.link.kind != "full":
+        if self._coming is None and frozen.link.kind != "full":
             self._is_declined = True
             self._reason = (
                 "it was to be an increment, and without a Lookahead only fulls are copied ahead"
             )
             return
+        rows = WindowRows(batches_done, _NO_ROWS)
+        if self._coming is not None:
+            rows = self._coming.rows(batches_done, batches_to_come)
         self.window = self._cutter.open_window(
             self._area.free_slot(self._ledger.busy_slots),
             frozen,
-            [{}] if self._reader is None else self._reader.coming(batches_to_come),
-            opened_at=batches_done,
+            rows.batches,
+            opened_at=rows.batches_done,
             least_bytes=self._full_bytes(),
         )
 
@@ -194,6 +213,10 @@ class Ahead:
         if os.getpid() == self._process:
             self.close()
 
+
+#: Rows of a full without a Lookahead: one batch that looks up nothing.
+_NO_ROWS: Future[BatchIds] = Future()
+_NO_ROWS.set_result([{}])
 
 _NOT_READ = "the coming batches were not known"
 _NOT_DUE = "it was not known before that it would be taken now"

@@ -19,6 +19,7 @@ from recpoint.format.naming import shared_attempt
 from recpoint.interrupts import is_interrupted
 from recpoint.trainer_plugin.pipeline.ahead import Ahead
 from recpoint.trainer_plugin.pipeline.busy import BusyStaging
+from recpoint.trainer_plugin.pipeline.coming_rows import ComingRows
 from recpoint.trainer_plugin.pipeline.handoff import Handoff
 from recpoint.trainer_plugin.pipeline.outcomes import Outcomes, WaitingLog
 from recpoint.trainer_plugin.policy import FULL, ChainLink
@@ -56,7 +57,6 @@ from recpoint.trainer_plugin.snapshot.plan import CutRequest, new_attempt
 from recpoint.trainer_plugin.snapshot.record_bound import RecordBound
 from recpoint.trainer_plugin.snapshot.staging import StagingArea
 from recpoint.trainer_plugin.state import rng
-from recpoint.trainer_plugin.state.lookahead import Lookahead
 
 __all__ = ["Pipeline"]
 
@@ -114,9 +114,9 @@ class Pipeline:
         ends: returns whether the process is about to end.
         ranks: the ranks of the job.
         replicas: checks the state that is equal on all ranks.
-        reader: has read the coming batches; None: the reader does not look ahead.
-        fulls_window: without such a reader: how many batches before its cut a full is copied; 0: it
-            is copied in the stall.
+        coming: knows the rows of coming batches; None: the reader does not look ahead.
+        fulls_window: without these rows: how many batches before its cut a full is copied; 0: it is
+            copied in the stall.
 
     Attributes:
         ahead: copies rows of the next checkpoint before its cut; None: all are copied in stalls.
@@ -140,7 +140,7 @@ class Pipeline:
         ends: Callable[[], bool],
         ranks: Ranks,
         replicas: Replicas,
-        reader: Lookahead | None = None,
+        coming: ComingRows | None = None,
         fulls_window: int = 0,
     ) -> None:
         self._run = run
@@ -195,9 +195,9 @@ class Pipeline:
         self.schedule = self._new_schedule()
         self.ahead = (
             None
-            if reader is None and not fulls_window
+            if coming is None and not fulls_window
             else Ahead(
-                reader,
+                coming,
                 fulls_window=fulls_window,
                 cutter=cutter,
                 trackers=trackers,
@@ -336,6 +336,8 @@ class Pipeline:
         except RecordTooLarge as error:  # on all ranks, which have heard the same
             self.outcomes.note_failure(error)
             return _Agreed(None, agreed.again, refused=True)
+        if self.ahead is not None and link != plan.link:
+            self.ahead.void("the ranks agreed on another kind of checkpoint")
         self._cuts = agreed.number
         return _Agreed(plan._replace(link=link), agreed.again)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -224,7 +225,7 @@ class Cutter:
         self,
         slot: Slot,
         frozen: OpeningState,
-        batches: Sequence[Mapping[str, Tensor]],
+        batches: Future[Sequence[Mapping[str, Tensor]]],
         *,
         opened_at: int,
         least_bytes: int,
@@ -234,8 +235,8 @@ class Cutter:
         Args:
             slot: a free slot, which the checkpoint will take.
             frozen: link and tables, as `link` returned them now.
-            batches: the rows that coming batches look up, by table name, in order.
-            opened_at: batches done.
+            batches: the rows that coming batches look up, as for `Window`.
+            opened_at: batches done before the first of `batches`.
             least_bytes: bytes to reserve in the slot, if the rows take less.
         """
         is_full = frozen.link.kind == "full"

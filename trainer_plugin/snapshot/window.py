@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -44,6 +45,9 @@ from recpoint.trainer_plugin.snapshot.plan import (
 )
 
 __all__ = ["OpeningState", "Window"]
+
+#: How often a window that waits for rows looks whether it is over.
+_POLL_SECONDS = 0.05
 
 #: The most bytes of rows without a place. More make the cut a plain one.
 _TAIL_BYTES = 16 << 20
@@ -89,15 +93,16 @@ class Window:
         parts: the parts of all tables; an increment's with their bitmaps. Rows are counted later.
         slot: the slot that the checkpoint will take; nothing else may use it.
         trackers: trackers of the tables' dirty rows, none of them `unapplied`.
-        batches: the rows that coming batches look up, by table name, in order. If they are not
-            known: one batch without rows, for a full.
-        opened_at: number of batches done.
+        batches: the rows that coming batches look up, by `Table.key`, in order, as soon as they are
+            known. If they never are: one batch without rows, for a full.
+        opened_at: number of batches done before the first of `batches`.
         least_bytes: bytes to reserve in the slot if the rows take less, for what lies behind them.
         share: the share of its time that the copying thread copies.
 
     Attributes:
         frozen, slot, opened_at: as given.
         reason: why the window is void; None: it is not.
+        failure: why the window could not be planned; None: it was, or may still be.
         copied: the rows that were copied; None before `finish`.
     """
 
@@ -108,7 +113,7 @@ class Window:
         parts: Sequence[CutTable],
         slot: Slot,
         trackers: Mapping[str, Tracker],
-        batches: Sequence[Mapping[str, Tensor]],
+        batches: Future[Sequence[Mapping[str, Tensor]]],
         opened_at: int,
         least_bytes: int,
         share: float,
@@ -116,13 +121,13 @@ class Window:
         self.frozen, self.slot, self.opened_at = frozen, slot, opened_at
         self.reason: str | None = None
         self._parts = tuple(parts)
-        self._batches: Sequence[Mapping[str, Tensor]] | None = batches
-        self._knows_batches = any(batches)
+        self._batches: Future[Sequence[Mapping[str, Tensor]]] | None = batches
+        self._knows_batches = False
         self._share = share
         self._least_bytes = least_bytes
         self._lock = threading.Lock()  # held while the thread changes from planning to copying
         self._is_over = False
-        self._failure: Exception | None = None
+        self.failure: Exception | None = None
         self._copier: Copier | None = None
         self._plans: list[TablePlan] = []
         self._tails: list[_Tail] = []
@@ -155,15 +160,17 @@ class Window:
         try:
             copier = self._planned()
         except Exception as error:  # told by `void`; a cut without a window meets it again
-            self._failure = error
+            self.failure = error
             return
         if copier is not None:
             copier.run(self._share)
 
     def _planned(self) -> Copier | None:
         """Plan the window and begin to copy; None: it is over already."""
-        batches, self._batches = self._batches, None
-        assert batches is not None
+        batches = self._awaited_batches()
+        if batches is None:
+            return None
+        self._knows_batches = any(batches)
         nothing = torch.empty(0, dtype=torch.int64, device="cpu")
         parts = list(self._parts)
         plans = []
@@ -172,7 +179,7 @@ class Window:
                 return None
             part = parts[ahead.number]
             plan = plan_table(
-                [batch.get(ahead.live.spec.name, nothing) for batch in batches],
+                [batch.get(ahead.live.key, nothing) for batch in batches],
                 rows=ahead.aside.rows,
                 marked=part.bitmap,
                 seen=dirty_bitmap.new(ahead.aside.rows),
@@ -191,6 +198,14 @@ class Window:
             self._parts, self._plans, self._placed, self._end = tuple(parts), plans, placed, end
             self._copier = Copier([self._ahead(ahead, plan) for ahead, plan in self._pairs()])
             return self._copier
+
+    def _awaited_batches(self) -> Sequence[Mapping[str, Tensor]] | None:
+        """Wait for the rows of the coming batches; None: the window is over before."""
+        future, self._batches = self._batches, None
+        assert future is not None
+        while not (future.done() or self._is_over):
+            wait([future], timeout=_POLL_SECONDS)
+        return None if self._is_over else future.result()
 
     def _pairs(self) -> list[tuple[_WindowTable, TablePlan]]:
         return list(zip(self._tables, self._plans, strict=True))
@@ -281,7 +296,7 @@ class Window:
         self._stop()
         copier, tables = self._copier, self._tables
         if self.reason is None and copier is None:
-            failure = self._failure
+            failure = self.failure
             self.void("it was not planned in time" if failure is None else str(failure))
         for ahead in tables:
             ahead.tracker.check_version()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import is_dataclass
 from itertools import islice
 from typing import Any, Final
@@ -18,6 +18,8 @@ from recpoint.trainer_plugin.integrations import find_sources
 __all__ = ["bytes_of", "check_names", "ids_of", "tables_of"]
 
 Ids = Callable[[Any], Mapping[str, Tensor]]
+#: Feature of jagged batches -> names of the tables that are looked up by its values.
+Features = Mapping[str, Collection[str]]
 
 _DTYPES: Final = (torch.int32, torch.int64)
 _MOST_VALUES: Final = 1000
@@ -44,26 +46,32 @@ def tables_of(model: nn.Module) -> dict[str, int]:
     }
 
 
-def ids_of(batch: object, ids: Ids | None, tables: Collection[str] | None) -> dict[str, Tensor]:
+def ids_of(
+    batch: object, ids: Ids | None, tables: Collection[str] | None, features: Features
+) -> dict[str, Tensor]:
     """Return the ids that a batch looks up.
 
     Args:
         batch: the batch.
-        ids: as `Lookahead` takes it; None: the batch is a mapping, and keys that name tables have
-            the ids.
+        ids: as `Lookahead` takes it; None: keys of the batch that name tables, and features of its
+            KeyedJaggedTensors, have the ids.
         tables: names of all tables; None: not known yet, so names are not checked.
+        features: the tables of each feature.
 
     Returns:
         Table name -> ids: int32 or int64 [number of ids], contiguous, on the CPU. Ids may be views
         of the batch's tensors. They are not compared with the number of rows.
 
     Raises:
-        SettingsError: `ids` returned no mapping; the batch is no mapping, or has no key that names
-            a table; a table does not exist; or ids are no tensor, are not int32 or int64, or are
-            not on the CPU.
+        SettingsError: `ids` returned no mapping; the batch has no key that names a table, and no
+            feature of one; a table does not exist; or ids are no tensor, are not int32 or int64, or
+            are not on the CPU.
     """
     if ids is None:
-        ids_by_name = _named_by_keys(batch, tables or ())
+        by_feature = _named_by_features(batch, features)
+        if isinstance(batch, Mapping) or not by_feature:
+            by_feature = _named_by_keys(batch, tables or (), by_feature)
+        ids_by_name = by_feature
     else:
         returned = ids(batch)
         if not isinstance(returned, Mapping):
@@ -98,16 +106,36 @@ def check_names(names: Collection[object], tables: Collection[str] | None) -> No
             )
 
 
-def _named_by_keys(batch: object, tables: Collection[str]) -> dict[str, Any]:
+def _named_by_features(batch: object, features: Features) -> dict[str, Any]:
+    """Return the values of features in TorchRec's KeyedJaggedTensors, by the tables of features."""
+    parts: dict[str, list[Tensor]] = {}
+    for value in _values_in(batch) if features else ():
+        if not any(base.__name__ == "KeyedJaggedTensor" for base in type(value).__mro__):
+            continue
+        jagged: Any = value
+        ends = jagged.offset_per_key()
+        values = jagged.values()
+        for number, feature in enumerate(jagged.keys()):
+            for name in features.get(feature, ()):
+                parts.setdefault(name, []).append(values[ends[number] : ends[number + 1]])
+    return {
+        name: values[0] if len(values) == 1 else torch.cat(values) for name, values in parts.items()
+    }
+
+
+def _named_by_keys(
+    batch: object, tables: Collection[str], by_feature: Mapping[str, Any]
+) -> dict[str, Any]:
     next_step = "pass Lookahead(ids=...), a function that returns the ids of a batch by table name"
     if not isinstance(batch, Mapping):
         raise SettingsError(
             "Lookahead() without ids",
             found=f"a batch that is a {type(batch).__name__}",
-            expected="a mapping whose keys are names of tables",
+            expected="a mapping whose keys are names of tables, or a batch with a "
+            "KeyedJaggedTensor of features of TorchRec's tables",
             next_step=next_step,
         )
-    ids_by_name = {name: batch[name] for name in tables if name in batch}
+    ids_by_name = {**by_feature, **{name: batch[name] for name in tables if name in batch}}
     if not ids_by_name:
         raise SettingsError(
             "Lookahead() without ids",
@@ -143,19 +171,27 @@ def bytes_of(batch: object, ids: Mapping[str, Tensor]) -> int:
     Memory that several tensors share is counted once.
     """
     largest: dict[int, int] = {}  # address of the memory -> bytes of the largest tensor in it
-    pending: list[Any] = [batch, ids]
     total = 0
-    for _ in range(_MOST_VALUES):
-        if not pending:
-            break
-        value = pending.pop()
-        if isinstance(value, Tensor):
-            if value.layout is torch.strided:
-                address = value.untyped_storage().data_ptr()
-                largest[address] = max(largest.get(address, 0), value.nbytes)
+    for value in _values_in([batch, ids]):
+        if isinstance(value, Tensor) and value.layout is torch.strided:
+            address = value.untyped_storage().data_ptr()
+            largest[address] = max(largest.get(address, 0), value.nbytes)
         elif isinstance(value, np.ndarray):
             total += value.nbytes
-        elif isinstance(value, Mapping):
+    return total + sum(largest.values())
+
+
+def _values_in(batch: object) -> Iterator[object]:
+    """Yield a value and those in it: in mappings, sequences and attributes; 1,000 at most."""
+    pending: list[Any] = [batch]
+    for _ in range(_MOST_VALUES):
+        if not pending:
+            return
+        value = pending.pop()
+        yield value
+        if isinstance(value, Tensor | np.ndarray):
+            continue
+        if isinstance(value, Mapping):
             pending += islice(value.values(), _MOST_VALUES)
         elif isinstance(value, list | tuple):
             pending += value[:_MOST_VALUES]
@@ -163,4 +199,3 @@ def bytes_of(batch: object, ids: Mapping[str, Tensor]) -> int:
             pending += [getattr(value, name, None) for name in value.__dataclass_fields__]
         elif value is not None and not isinstance(value, int | float | str | bytes):
             pending += islice(getattr(value, "__dict__", {}).values(), _MOST_VALUES)
-    return total + sum(largest.values())

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from recpoint.errors import SettingsError
-from recpoint.trainer_plugin.state.batch_ids import Ids, bytes_of, check_names, ids_of
+from recpoint.trainer_plugin.state.batch_ids import Features, Ids, bytes_of, check_names, ids_of
 
 __all__ = ["HeldBatches"]
 
@@ -45,19 +45,20 @@ class HeldBatches:
     def __init__(self, ids: Ids | None, tables: Mapping[str, int] | None) -> None:
         self._ids = ids
         self._tables = tables
+        self._features: Features = {}
         self._batches: deque[_HeldBatch] = deque()
         self.size_bytes = 0
 
     def __len__(self) -> int:
         return len(self._batches)
 
-    def attach(self, tables: Mapping[str, int]) -> None:
-        """Take the tables of the model.
+    def attach(self, tables: Mapping[str, int], features: Features) -> None:
+        """Take the tables of the model, and the tables of each feature of jagged batches.
 
         Raises:
             SettingsError: a batch has ids of a table that does not exist, or its ids are not valid.
         """
-        self._tables = dict(tables)
+        self._tables, self._features = dict(tables), features
         for held_batch in self._batches:
             if held_batch.ids is None:
                 self._find_ids(held_batch)
@@ -89,8 +90,13 @@ class HeldBatches:
 
     @property
     def ids(self) -> list[Mapping[str, Tensor]]:
-        """The ids of each batch, as far as they are known."""
-        return [held_batch.ids or {} for held_batch in self._batches]
+        """The ids of each batch, as far as they are known; another thread may take batches."""
+        return [held_batch.ids or {} for held_batch in list(self._batches)]
+
+    @property
+    def oldest_ids(self) -> Mapping[str, Tensor]:
+        """The ids of the oldest batch, as far as they are known."""
+        return self._batches[0].ids or {}
 
     def coming(self, n: int) -> tuple[Mapping[str, Tensor], ...]:
         """Return the ids of the `n` oldest batches; see `Lookahead.coming`."""
@@ -110,5 +116,5 @@ class HeldBatches:
 
     def _find_ids(self, held_batch: _HeldBatch) -> None:
         if self._ids is not None or self._tables is not None:
-            held_batch.ids = ids_of(held_batch.batch, self._ids, self._tables)
+            held_batch.ids = ids_of(held_batch.batch, self._ids, self._tables, self._features)
         held_batch.bytes = bytes_of(held_batch.batch, held_batch.ids or {})

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor
 
 from recpoint.errors import SettingsError
 from recpoint.trainer_plugin.settings import MOST_IN_FLIGHT
@@ -27,10 +29,12 @@ class TakenBatch:
             `state_dict`; None: positions were not kept.
         generators: states of the global generators when the batch was asked for; None: unknown, or
             another thread asked, whose draws come at any moment between those of the model.
+        ids: name of a table -> ids that the batch looks up; None: unknown.
     """
 
     position: Any
     generators: Any = None
+    ids: Mapping[str, Tensor] | None = None
 
 
 class InFlight:
@@ -60,6 +64,11 @@ class InFlight:
     def oldest(self) -> TakenBatch:
         """The batch that is trained next."""
         return self._taken_batches[0]
+
+    @property
+    def ids(self) -> list[Mapping[str, Tensor]]:
+        """The ids of each batch, as far as they are known; another thread may take batches."""
+        return [taken_batch.ids or {} for taken_batch in list(self._taken_batches)]
 
     @property
     def later_generators(self) -> list[Any]:

@@ -18,7 +18,7 @@ from recpoint.interrupts import came_from_handler
 from recpoint.trainer_plugin.setting_checks import checked_whole
 from recpoint.trainer_plugin.state import rng
 from recpoint.trainer_plugin.state.anchors import Anchors
-from recpoint.trainer_plugin.state.batch_ids import Ids, tables_of
+from recpoint.trainer_plugin.state.batch_ids import Features, Ids, tables_of
 from recpoint.trainer_plugin.state.held_batches import HeldBatches
 from recpoint.trainer_plugin.state.in_flight import InFlight, TakenBatch
 from recpoint.trainer_plugin.state.loader_parts import capture, set_epochs
@@ -81,7 +81,8 @@ class Lookahead:
                 ...
 
     The Checkpointer can then copy rows before a checkpoint is due, because it knows which rows the
-    batches until then will change.
+    batches until then will change. With several ranks, the reader of each is a Lookahead with the
+    same window.
 
     If tables are in a cache (`recpoint.embeddings.cached`), the rows of coming batches are brought
     from their home, and a batch is handed out once its rows are there.
@@ -113,9 +114,11 @@ class Lookahead:
         model: the model, so that names of tables are checked before a Checkpointer is built. None:
             they are checked when a Checkpointer is built.
         ids: returns the ids that a batch looks up: table name -> int32 or int64, any shape, on the
-            CPU. Names are those of the embedding modules, as in `model.named_modules()`. None: the
-            batch is a mapping; keys that name tables have the ids, and other keys are ignored. Ids
-            are hints: ids that are missing or out of range cost time, not correctness.
+            CPU. Names are those of the embedding modules, as in `model.named_modules()`; TorchRec's
+            are named as before they were sharded. None: if the batch is a mapping, keys that name
+            tables have the ids; and so have the features of TorchRec's tables in each
+            KeyedJaggedTensor of the batch. All else is ignored. Ids are hints: ids that are missing
+            or out of range cost time, not correctness.
         window: number of batches to hold, 1 to 1,000,000.
 
     Attributes:
@@ -201,19 +204,25 @@ class Lookahead:
 
     # For the Checkpointer.
 
-    def attach(self, tables: Mapping[str, int], cache: PlannedCache | None = None) -> None:
+    def attach(
+        self,
+        tables: Mapping[str, int],
+        cache: PlannedCache | None = None,
+        features: Features | None = None,
+    ) -> None:
         """Take the tables of the model; a Checkpointer calls it when it is built.
 
         Args:
             tables: table name -> number of rows of the whole table.
             cache: plans the batches that are read for tables in a cache; None: none is.
+            features: feature of a KeyedJaggedTensor -> tables that its values look up.
 
         Raises:
             SettingsError: a batch that is held has ids of a table that does not exist, or its ids
                 are not valid.
         """
         self._cache = cache
-        self._held_batches.attach(tables)
+        self._held_batches.attach(tables, features or {})
 
     @property
     def held(self) -> int:
@@ -241,6 +250,18 @@ class Lookahead:
                 given, and batches are mappings.
         """
         return self._held_batches.coming(n)
+
+    @property
+    def untrained(self) -> int:
+        """Number of batches that were read and are not trained."""
+        return len(self.in_flight) + self.held
+
+    def next_ids(self, n: int) -> list[Mapping[str, Tensor]]:
+        """Return the ids of the `n` batches that are trained next, or of fewer, as for `coming`.
+
+        A pipeline may have taken some of them already.
+        """
+        return [*self.in_flight.ids, *self._held_batches.ids][:n]
 
     # State.
 
@@ -396,14 +417,15 @@ class Lookahead:
 
     def _taken(self) -> TakenBatch:
         """Return the batch that is about to be handed out, with its position if it is kept."""
+        ids = self._held_batches.oldest_ids
         if not self.in_flight.reads_ahead:
-            return TakenBatch(None)
+            return TakenBatch(None, ids=ids)
         try:
-            return TakenBatch(self._position())
+            return TakenBatch(self._position(), ids=ids)
         except Exception as error:  # raised by the user's reader
             if came_from_handler(error):
                 raise
-            return TakenBatch(error)  # `state_dict` raises it if it is called
+            return TakenBatch(error, ids=ids)  # `state_dict` raises it if it is called
 
     def _turn_to(self, epoch: _Epoch) -> None:
         """Hand out by another iterator from now on: begin an epoch, if the reader does then."""

@@ -178,6 +178,7 @@ def test_what_cannot_be_restored_is_named(played: dict[tuple[str, str], list[Any
     assert "expected LFU_EvictionPolicy or LRU_EvictionPolicy or Dist" in modules["policy"]
     # TorchRec's own words: its hash modules cannot be trained on a CPU.
     assert modules["hash on a CPU"].startswith("Expected readonly to be true, but got false")
+    assert "to whose rows managed collisions map ids" in modules["look ahead"]
     refused = {name: played["refused", name][0] for life, name in played if life == "refused"}
     assert "TorchRec decides by a raw id which rank maps it" in refused["to three ranks"]
     assert "have the sharded False here and True in" in refused["to no shards"]

@@ -225,7 +225,6 @@ def test_where_torchrecs_tracker_fails_and_this_one_does_not(
 
 def test_what_is_not_supported_is_named(played: dict[tuple[str, str], list[Any]]) -> None:
     (refused,) = played["refused", ""]
-    assert "Lookahead(...)): found tables of torchrec" in refused["ahead"]
     assert "found a OwnWrapper, whose own state cannot be saved" in refused["optimizer"]
     assert "LARS_SGD" in refused["fused"] and "EXACT_ROWWISE_ADAGRAD" in refused["fused"]
     tables = "tables 'bags.embedding_bags.t0' and 'bags.embedding_bags.t1' were trained with lr 0.1"
