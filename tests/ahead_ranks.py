@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from recpoint.catalog.persist import persist
 from recpoint.catalog.staging import job_files
 from recpoint.catalog.staging.area import StagedRun
 from recpoint.errors import RanksMissing, SettingsError
+from recpoint.trainer_plugin.policy import FULL
 from tests.polling import until
 from tests.running_parts import pipeline_of
 from tests.training_builder import seed_everything
@@ -247,6 +250,36 @@ def _slots(folder: Path, is_free_at: Callable[[int], bool]) -> dict[str, Any]:
     return train_alike(plain, ahead, 3 * INTERVAL)
 
 
+def _other_kind(folder: Path) -> dict[str, Any]:
+    """At the second checkpoint, rank 1 wants a full, and rank 0 has a window for an increment."""
+    plain, ahead = _pair(folder)
+    for job in (plain, ahead) if dist.get_rank() else ():
+        cutter = pipeline_of(job.checkpoints)._cutter
+        cutter.link = partial(_full_in_the_middle, cutter.link)  # type: ignore[method-assign]
+    if dist.get_rank():
+        pipeline = pipeline_of(ahead.checkpoints)
+        assert pipeline.ahead is not None
+        pipeline.ahead._is_free = lambda: False
+    return train_alike(plain, ahead, 3 * INTERVAL)
+
+
+def _full_in_the_middle(link: Callable[..., Any], *, step: int, **arguments: Any) -> Any:
+    own_link, tables = link(step=step, **arguments)
+    return FULL if step == 2 * INTERVAL else own_link, tables
+
+
+def _warned_of_seconds(folder: Path) -> dict[str, Any]:
+    """Ranks whose interval is in seconds."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("recpoint").addHandler(handler)
+    job = _replicated(folder, window=WINDOW, interval_batches=None, interval_seconds=60.0)
+    job.checkpoints.close(final=False)
+    logging.getLogger("recpoint").removeHandler(handler)
+    return {"lines": [line for line in lines if line.startswith("Lookahead")]}
+
+
 def _changed_otherwise(folder: Path) -> dict[str, Any]:
     """Rows change that no batch looks up, and a checkpoint comes that nobody expected."""
     changed_ids = torch.arange(_USERS - 300, _USERS, 7)
@@ -300,7 +333,9 @@ _CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
     "no slot": lambda folder: _slots(folder, lambda step: step > 2 * INTERVAL),
     # Three batches after the ranks have told each other.
     "late slot": lambda folder: _slots(folder, lambda step: step % INTERVAL > 10),
+    "other kind": _other_kind,
     "alone": _left_alone,
+    "seconds": _warned_of_seconds,
     "refused": _refused,
 }
 

@@ -5,6 +5,7 @@ Each rank builds its own parts. The ranks communicate if a part depends on what 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -57,6 +58,8 @@ from recpoint.trainer_plugin.state.unknown_optimizers import UnknownOptimizers
 from recpoint.trainer_plugin.tables import find_tables, hold_pieces, optimizer_list
 
 __all__ = ["Assembly", "Trained", "assemble", "look_at"]
+
+_log = logging.getLogger("recpoint")
 
 
 @dataclass(frozen=True)
@@ -259,6 +262,12 @@ def _coming_rows(
     ranks: Ranks, shards: Sequence[StoredShard], reader: Lookahead, settings: Settings
 ) -> ComingRows:
     """Return what knows the rows of coming batches. Collective."""
+    if ranks.several and ranks.rank == 0 and settings.interval_batches is None:
+        _log.warning(
+            "Lookahead on %d ranks: found an interval in seconds, so no rank knows when the next "
+            "checkpoint is due, and rows are copied in the stall. Next: pass interval_batches",
+            ranks.count,
+        )
     own_rows = [
         OwnedRows(shard.key, shard.name, shard.first_row, shard.held_rows)
         for shard in shards

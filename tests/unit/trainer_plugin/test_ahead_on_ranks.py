@@ -69,6 +69,18 @@ def test_staged_bytes_of_ranks_equal_those_of_plain_cuts(tmp_path: Path) -> None
 
 
 @pytest.mark.nightly("loops")
+def test_a_window_for_an_increment_is_void_if_ranks_agree_on_a_full(tmp_path: Path) -> None:
+    owner, other = ranks(tmp_path, ["other kind", "seconds"])
+    kinds = owner["other kind"]
+    assert kinds["different"] == other["other kind"]["different"] == []
+    assert kinds["kinds"] == ["full", "full", "increment"]
+    assert kinds["reasons"][1] == "the ranks agreed on another kind of checkpoint"
+    assert {kinds["reasons"][0], kinds["reasons"][2]} <= MAY_BE_LATE
+    (line,) = owner["seconds"]["lines"]
+    assert "found an interval in seconds" in line and other["seconds"]["lines"] == []
+
+
+@pytest.mark.nightly("loops")
 def test_a_rank_that_ends_first_keeps_no_other_waiting(tmp_path: Path) -> None:
     asked, _ = ranks(tmp_path, ["alone"])
     assert "ranks no longer tell each other" in asked["alone"]["error"]
