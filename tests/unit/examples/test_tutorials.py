@@ -8,9 +8,12 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from subprocess import Popen
 from typing import NamedTuple
 
 import pytest
+import torch
+from psutil import Process
 
 from tests.forked_program import ForkedProgram, be_script
 from tests.polling import until
@@ -124,36 +127,71 @@ def test_a_training_for_months_ends_after_its_seconds(tutorial: Tutorial) -> Non
     assert tutorial.committed("runs/months") >= 1
 
 
+def torchrun(tutorial: Tutorial, script: str, ranks: int = 2, **variables: str) -> Popen[str]:
+    """Start a script on several ranks."""
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--"]
+    return subprocess.Popen(
+        [sys.executable, *launcher, *meeting, str(SCRIPTS / script)],
+        cwd=tutorial.directory,
+        env={**os.environ, "RECPOINT_STAGING": str(tutorial.staging), **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def ranks_ended(job: Popen[str]) -> str:
+    """Return what ranks printed, once they have ended well."""
+    printed, _ = job.communicate(timeout=300)
+    assert job.returncode == 0, printed
+    return printed
+
+
 @pytest.mark.nightly("tutorials")
 @pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 def test_sharded_tables_go_on_with_another_number_of_ranks(tutorial: Tutorial) -> None:
-    def train(ranks: int, batches: int) -> str:
-        torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
-        meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--"]
-        done = subprocess.run(
-            [sys.executable, *torchrun, *meeting, str(SCRIPTS / "torchrec_tables.py")],
-            cwd=tutorial.directory,
-            env={
-                **os.environ,
-                "RECPOINT_STAGING": str(tutorial.staging),
-                "BATCHES": str(batches),
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=False,
-            timeout=300,
-        )
-        assert done.returncode == 0, done.stdout
-        return done.stdout
-
+    script = "torchrec_tables.py"
     with InlineAgent(tutorial.staging):
-        train(2, 200)
-        said = train(1, 300)
+        ranks_ended(torchrun(tutorial, script, BATCHES="200"))
+        said = ranks_ended(torchrun(tutorial, script, ranks=1, BATCHES="300"))
     assert missing_line(["is restored: step 200 …", "batch 300: loss …"], said) is None, said
 
 
-def test_without_torchrec_the_script_says_so(tutorial: Tutorial) -> None:
+@pytest.mark.nightly("tutorials")
+@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+def test_a_killed_pipeline_of_torchrec_ends_as_one_that_was_not(tutorial: Tutorial) -> None:
+    script, batches = "torchrec_pipelines.py", "400"
+    with InlineAgent(tutorial.staging):
+        whole = ranks_ended(torchrun(tutorial, script, BATCHES=batches, RUN="runs/whole"))
+        killed = torchrun(tutorial, script, BATCHES=batches)
+        until(lambda: tutorial.committed("runs/pipelines") >= 2)
+        assert killed.poll() is None
+        for rank in Process(killed.pid).children():
+            rank.kill()
+        killed.kill()
+        killed.communicate()
+        resumed = ranks_ended(torchrun(tutorial, script, BATCHES=batches))
+    assert missing_line(["is restored: step …", "batch 400: loss …"], resumed) is None, resumed
+    (expected,) = (line for line in whole.splitlines() if "SHA-256" in line)
+    assert expected.startswith("400 batches, SHA-256 ") and expected in resumed, resumed
+
+
+@pytest.mark.nightly("tutorials")
+@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+@pytest.mark.skipif(torch.cuda.is_available(), reason="these pipelines run on a GPU")
+def test_pipelines_that_need_a_gpu_are_refused_without_one(tutorial: Tutorial) -> None:
+    for name, kind in (
+        ("semi-sync", "TrainPipelineSemiSync"),
+        ("prefetch", "PrefetchTrainPipelineSparseDist"),
+    ):
+        refused = tutorial.start("torchrec_pipelines.py", "--pipeline", name)
+        assert refused.process.wait(300) == 1
+        said = refused.said.read_text()
+        assert f"--pipeline {name}: found no GPU, expected one: TorchRec's {kind}" in said
+
+
+def test_without_torchrec_the_script_says_so() -> None:
     program = (
         "import importlib.util, runpy\n"
         "importlib.util.find_spec = lambda name: None\n"
