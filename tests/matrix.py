@@ -264,7 +264,7 @@ def _tested(name: str, python: Path) -> str:
     with log.open("w") as output:
         try:
             code = subprocess.run(
-                [str(python), "-m", "pytest", "-q", "-n", "2", *SUBSET],
+                [str(python), "-m", "pytest", "-q", "-n", "2", "--nightly", "all", *SUBSET],
                 cwd=ROOT,
                 stdout=output,
                 stderr=subprocess.STDOUT,
