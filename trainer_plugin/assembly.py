@@ -108,6 +108,7 @@ class Assembly:
         cache: has the rows of cached tables; None: no table is cached.
         coming: knows the rows of coming batches; None: the reader does not look ahead, or tables
             are in a cache: their rows are copied after the cut, not before it.
+        why_not_ahead: why rows cannot be copied before a cut; None: they can.
     """
 
     trained: Trained
@@ -126,6 +127,7 @@ class Assembly:
     replicas: Replicas
     cache: Cache | None
     coming: ComingRows | None
+    why_not_ahead: str | None
 
     def track(self, changed: Mapping[str, Tensor]) -> None:
         """Hook into the model, and note rows that change from now on.
@@ -197,28 +199,42 @@ def look_at(model: nn.Module, optimizers: Optimizer | Sequence[Optimizer]) -> Tr
     return Trained(model, trained, tables, sources, model_state, pieces, tuple(schedules))
 
 
-def _refuse_fulls_ahead(trained: Trained, settings: Settings, cache: Cache | None) -> None:
-    """Refuse `Options.copy_fulls_ahead` where rows cannot be copied before a cut.
+def _refuse_fulls_ahead(
+    settings: Settings, why_not_ahead: str | None, *, looks_ahead: bool
+) -> None:
+    """Refuse a number in `Options.copy_fulls_ahead` that could not be followed.
+
+    Args:
+        settings: settings of the Checkpointer.
+        why_not_ahead: why rows cannot be copied before a cut; None: they can.
+        looks_ahead: whether the reader is a Lookahead.
 
     Raises:
-        SettingsError: tables are in a cache; a table is on a GPU; or rows are quantized in this
-            process.
+        SettingsError: rows cannot be copied before a cut, or a Lookahead has windows of its own.
     """
-    if cache is not None:
-        unsupported: str | None = "tables in a cache, whose rows are copied after the cut"
-    else:
-        unsupported = _why_not_copied(trained, settings)
-    if unsupported is not None:
+    batches = settings.options.copy_fulls_ahead
+    if not batches:
+        return
+    if why_not_ahead is not None:
         raise SettingsError(
-            f"Options(copy_fulls_ahead={settings.options.copy_fulls_ahead})",
-            found=unsupported,
+            f"Options(copy_fulls_ahead={batches})",
+            found=why_not_ahead,
             expected="tables on the CPU, in no cache, that are staged as they are",
             next_step="leave it out: checkpoints are the same",
         )
+    if looks_ahead:
+        raise SettingsError(
+            f"Options(copy_fulls_ahead={batches})",
+            found="a Lookahead as the reader, whose window says when the copy of a full begins",
+            expected="None; or 0, which has fulls copied in their stalls",
+            next_step="leave it out, or pass the reader inside without Lookahead",
+        )
 
 
-def _why_not_copied(trained: Trained, settings: Settings) -> str | None:
+def _why_not_copied(trained: Trained, settings: Settings, cache: Cache | None) -> str | None:
     """Return why rows of tables cannot be copied before a cut; None: they can."""
+    if cache is not None:
+        return "tables in a cache, whose rows are copied after the cut"
     if settings.precision.place == "device":
         return 'Precision(place="device"), which quantizes rows in the cut'
     for table in trained.tables:
@@ -227,14 +243,14 @@ def _why_not_copied(trained: Trained, settings: Settings) -> str | None:
     return None
 
 
-def _refuse_ahead(trained: Trained, settings: Settings) -> None:
+def _refuse_ahead(trained: Trained, why_not_ahead: str | None) -> None:
     """Refuse a Lookahead where rows cannot be copied before a cut.
 
     Raises:
         SettingsError: a table is on a GPU; managed collisions map ids to its rows; or rows are
             quantized in this process.
     """
-    unsupported = _why_not_copied(trained, settings)
+    unsupported = why_not_ahead
     for table in trained.tables:
         if unsupported is None and table.maps_ids:
             unsupported = f"table {table.name!r}, to whose rows managed collisions map ids"
@@ -359,12 +375,12 @@ def assemble(
         cache = _look_at_cache(ranks, trained)
         if settings.staging.at_servers:
             _require_servers(cache)
-        if settings.options.copy_fulls_ahead:
-            _refuse_fulls_ahead(trained, settings, cache)
+        why_not_ahead = _why_not_copied(trained, settings, cache)
+        _refuse_fulls_ahead(settings, why_not_ahead, looks_ahead=isinstance(reader, Lookahead))
     if isinstance(reader, Lookahead):
         with ranks.together("looking at the reader"):
             if cache is None:
-                _refuse_ahead(trained, settings)
+                _refuse_ahead(trained, why_not_ahead)
         features = _tables_of_features(ranks, trained)
         with ranks.together("attaching the reader"):
             reader.attach(
@@ -458,4 +474,5 @@ def assemble(
         replicas=replicas,
         cache=cache,
         coming=coming,
+        why_not_ahead=why_not_ahead,
     )

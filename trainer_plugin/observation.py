@@ -35,8 +35,9 @@ class Observation:
         pending: number of checkpoints that were cut and whose outcome is not known yet.
         failures: number of failed checkpoints by cause (`recpoint.counting`).
         stalls: how long training waited for each checkpoint, in seconds.
-        copied_rows, copied_bytes: with a `Lookahead` as the reader: rows that checkpoints copied,
-            and their bytes with row states, by "before" (while training went on) and "in_stall".
+        copied_rows, copied_bytes: where rows can be copied before a checkpoint: rows that
+            checkpoints copied, and their bytes with row states, by "before" (while training went
+            on) and "in_stall".
         stored_bytes: bytes of chunks of the committed checkpoints, by kind.
         restores: number of checkpoints that this process restored and went on from.
         last_commit_ms: when the newest checkpoint was committed, in milliseconds since the epoch;

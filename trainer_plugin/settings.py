@@ -392,13 +392,15 @@ class Options:
             checkpoint. With several ranks, only rank 0 prints it. The log (logger "recpoint") has
             more detail.
         copy_fulls_ahead: how many batches before a full is due a thread begins to copy its rows,
-            0 to 1,000. The stall then copies only rows that have changed since. Tables must be on
-            the CPU; there may be several ranks. A `Lookahead` does this by itself. A write that
-            torch does not count and nobody marks may be missing in the full if it comes while rows
-            are copied. 0: a full is copied in its stall.
-        copy_share: with `copy_fulls_ahead`, or a `Lookahead` as the reader: a thread copies rows
-            before a checkpoint. This is the share of its time that it copies, above 0 and at most
-            1. It pauses for the rest, so that training keeps memory bandwidth.
+            1 to 1,000. The stall then copies only rows that have changed since. Tables must be on
+            the CPU; there may be several ranks. A write that torch does not count and nobody marks
+            may be missing in the full if it comes while rows are copied; each full compares some
+            rows, and is copied in its stall if one differs. None: fulls are copied ahead, early
+            enough, once a full has stalled this process for more than 50 ms; a `Lookahead` has all
+            its checkpoints copied ahead. 0 or False: a full is copied in its stall.
+        copy_share: a thread may copy rows before a checkpoint (`copy_fulls_ahead`, `Lookahead`).
+            This is the share of its time that it copies, above 0 and at most 1. It pauses for the
+            rest, so that training keeps memory bandwidth.
         rewinds: how often a loop over `Checkpointer.batches` goes back to the newest checkpoint,
             in this process, when an embedding server is lost. The loop then yields the batches
             after that checkpoint again, and `stats` begins anew. A loss in the middle of the
@@ -427,7 +429,7 @@ class Options:
     row_local_optimizers: Sequence[type] = ()
     verify_unmarked_rows: int = 0
     announce: bool = True
-    copy_fulls_ahead: int = 0
+    copy_fulls_ahead: int | None = None
     copy_share: float = 0.5
     rewinds: int = 0
     in_flight: int | None = None
@@ -451,9 +453,7 @@ class Options:
                 "Options.verify_unmarked_rows", self.verify_unmarked_rows, 0, _MOST_ROWS
             ),
             announce=checked_flag("Options.announce", self.announce),
-            copy_fulls_ahead=checked_whole(
-                "Options.copy_fulls_ahead", self.copy_fulls_ahead, 0, _MOST_BATCHES_AHEAD
-            ),
+            copy_fulls_ahead=_batches_ahead(self.copy_fulls_ahead),
             copy_share=checked_number("Options.copy_share", self.copy_share, highest=1, zero=False),
             rewinds=checked_whole("Options.rewinds", self.rewinds, 0, _MOST_REWINDS),
             in_flight=None
@@ -461,6 +461,14 @@ class Options:
             else checked_whole("Options.in_flight", self.in_flight, 0, MOST_IN_FLIGHT),
             grow=_rules("Options.grow", self.grow),
         )
+
+
+def _batches_ahead(batches: Any) -> int | None:
+    if batches is None:
+        return None
+    if batches is False:
+        return 0
+    return checked_whole("Options.copy_fulls_ahead", batches, 0, _MOST_BATCHES_AHEAD)
 
 
 def _rules(setting: str, rules: Any) -> dict[str, Initial]:

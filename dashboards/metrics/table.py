@@ -65,8 +65,8 @@ TRAINER_METRICS: Final = _table("recpoint", *_BUILD) + _table(
     ),
     (
         *("copied_rows_total", "counter", "run when"),
-        "Rows that checkpoints copied, if the reader is a Lookahead, by when: before (while "
-        "training went on) or in_stall (while it stood still). 0 without a Lookahead.",
+        "Rows that checkpoints copied, by when: before (while training went on) or in_stall (while "
+        "it stood still). 0 where no row can be copied before.",
     ),
     (
         *("copied_bytes_total", "counter", "run when"),

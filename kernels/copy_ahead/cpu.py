@@ -21,7 +21,7 @@ from recpoint.kernels.native import library
 __all__ = ["Copier", "first_places", "last_uses", "places"]
 
 _ID_BYTES = 8
-_WHOLE = 1_000  # a share of the time, in thousandths
+_WHOLE = 1_000_000  # a share of the time, in millionths
 
 
 def last_uses(batches: Sequence[Tensor], *, rows: int, seen: Tensor) -> LastUses:

@@ -371,8 +371,8 @@ void pause_for(Copier& copier, int64_t wait_ns) {
 }
 
 // Copies step after step until the copier is stopped, on this thread. After each step it pauses, so
-// that copying takes `share_permille` of the time.
-void run_copier(Copier* copier, int64_t share_permille, int64_t niceness) {
+// that copying takes `share_ppm` of the time.
+void run_copier(Copier* copier, int64_t share_ppm, int64_t niceness) {
     // Linux counts the niceness of each thread by itself. It is not restored, because the thread
     // ends after this. An error leaves it as it is, which is safe.
     setpriority(PRIO_PROCESS, 0, getpriority(PRIO_PROCESS, 0) + static_cast<int>(niceness));
@@ -393,7 +393,7 @@ void run_copier(Copier* copier, int64_t share_permille, int64_t niceness) {
         copier->rows_before += rows;
         copier->bytes_before += rows * row_bytes(*copier, *step.table);
         pthread_cond_broadcast(&copier->changed);
-        pause_for(*copier, took * (1000 - share_permille) / share_permille);
+        pause_for(*copier, took * (1000000 - share_ppm) / share_ppm);
     }
     pthread_mutex_unlock(&copier->lock);
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 
@@ -12,13 +13,14 @@ from recpoint.format.dtypes import array_bytes
 from recpoint.format.job import StagedTable
 from recpoint.interrupts import came_from_handler
 from recpoint.trainer_plugin.pipeline.coming_rows import BatchIds, ComingRows, WindowRows
+from recpoint.trainer_plugin.pipeline.lead import FullsLead
 from recpoint.trainer_plugin.policy import ChainLink
 from recpoint.trainer_plugin.ranks.row_exchange import RowsUnknown
 from recpoint.trainer_plugin.schedule.ledger import CopiedRows, Ledger
-from recpoint.trainer_plugin.snapshot.cut import Cutter
+from recpoint.trainer_plugin.snapshot.cut import Cut, Cutter
 from recpoint.trainer_plugin.snapshot.live_tables import LiveTable
 from recpoint.trainer_plugin.snapshot.staging import StagingArea
-from recpoint.trainer_plugin.snapshot.window import Window
+from recpoint.trainer_plugin.snapshot.window import OpeningState, Window
 
 __all__ = ["Ahead"]
 
@@ -31,7 +33,8 @@ class Ahead:
     Args:
         coming: knows the rows of coming batches; None: nobody does, so that only fulls have
             windows.
-        fulls_window: without these rows: how many batches before its cut a full's window opens.
+        lead: without these rows, says when the window of a full opens; with them, whether fulls
+            have windows.
         cutter: cuts snapshots.
         trackers: trackers of the tables, by `Table.key`.
         ledger: knows the tip, and the slots in use.
@@ -46,8 +49,8 @@ class Ahead:
     def __init__(
         self,
         coming: ComingRows | None,
+        lead: FullsLead,
         *,
-        fulls_window: int = 0,
         cutter: Cutter,
         trackers: Mapping[str, Tracker],
         ledger: Ledger,
@@ -56,8 +59,8 @@ class Ahead:
         full_bytes: Callable[[], int],
     ) -> None:
         self._coming = coming
-        self._fulls_window = fulls_window
-        # Without `coming`: the next checkpoint is to be an increment, so no window opens before it.
+        self._lead = lead
+        # No window opens before the next checkpoint, because of its kind or its tables.
         self._is_declined = False
         self._cutter = cutter
         self._trackers = trackers
@@ -65,8 +68,8 @@ class Ahead:
         self._area = area
         self._is_free = is_free
         self._full_bytes = full_bytes
-        self._no_window = _NOT_DUE if coming is None else _NOT_READ
-        self._reason = self._no_window
+        # Why no window has opened; None: none was due.
+        self._reason: str | None = None
         self._process = os.getpid()
         self.window: Window | None = None
         # As in `Handoff`: Python would end the thread in the middle of a call.
@@ -93,15 +96,14 @@ class Ahead:
         if batches_to_come is None:
             return False
         if self._coming is None:
-            return 0 < batches_to_come <= self._fulls_window and not self._is_declined
+            return not self._is_declined and self._lead.is_due(batches_done, batches_to_come)
         return self._coming.has_work(batches_done, batches_to_come)
 
     def step(self, batches_done: int, batches_to_come: int | None) -> None:
         """Hand rows over to the open window, or open one if a checkpoint is near.
 
         Args:
-            batches_done: batches done, none of them cut.
-            batches_to_come: as for `is_near`.
+            batches_done, batches_to_come: as for `is_near`.
         """
         try:
             if batches_to_come is not None and self._is_due(batches_done, batches_to_come):
@@ -125,7 +127,7 @@ class Ahead:
         if self._coming is not None and not self._coming.are_coming(batches_to_come):
             return False
         if window is None:
-            return True
+            return not self._is_declined
         if window.reason is not None or not isinstance(window.failure, RowsUnknown):
             return False
         window.void(str(window.failure))
@@ -144,11 +146,9 @@ class Ahead:
             tip=self._ledger.tip,
             base_history=self._ledger.base_history,
         )
-        if self._coming is None and frozen.link.kind != "full":
-            self._is_declined = True
-            self._reason = (
-                "it was to be an increment, and without a Lookahead only fulls are copied ahead"
-            )
+        declined = self._why_declined(frozen)
+        if declined is not None:
+            self._is_declined, self._reason = True, declined
             return
         rows = WindowRows(batches_done, _NO_ROWS)
         if self._coming is not None:
@@ -161,6 +161,19 @@ class Ahead:
             least_bytes=self._full_bytes(),
         )
 
+    def _why_declined(self, frozen: OpeningState) -> str | None:
+        """Return why the next checkpoint is to have no window; None: it has one."""
+        is_full = frozen.link.kind == "full"
+        if self._coming is not None:
+            return _NO_FULLS if is_full and self._lead.batches == 0 else None
+        if not is_full:
+            return "it was to be an increment, and without a Lookahead only fulls are copied ahead"
+        if not all(live.weight.is_cpu for live in frozen.tables):
+            return "a table is on a device"
+        if all(tracker.all_rows for tracker in self._trackers.values()):
+            return "every row of every table became dirty"
+        return None
+
     def link_at_cut(self, link: ChainLink, tables: Sequence[LiveTable]) -> ChainLink:
         """Return the link of the checkpoint that is cut now: the window's, if it still fits.
 
@@ -170,6 +183,10 @@ class Ahead:
         """
         window = self.window
         if window is None or window.reason is not None:
+            return link
+        if self._coming is None and link.kind != "full":
+            # The kind is that of a plain cut, so windows make no full more frequent.
+            window.void("its policy chose an increment after all")
             return link
         reason = window.frozen.why_changed(self._ledger.tip, tables)
         if reason is not None:
@@ -182,24 +199,39 @@ class Ahead:
         if self.window is not None:
             self.window.void(reason)
 
-    def take_copied(self, tables: Sequence[StagedTable] | None) -> CopiedRows:
+    def take_copied(self, cut: Cut | None) -> CopiedRows:
         """Return what was copied for the checkpoint that was just cut; its window is over.
 
         Args:
-            tables: the tables of the checkpoint; None: it failed.
+            cut: the cut; None: it failed.
         """
-        window, reason, self.window, self._reason = self.window, self._reason, None, self._no_window
-        self._is_declined = False
-        if window is not None and window.copied is not None:
-            return window.copied
-        reason = reason if window is None or window.reason is None else window.reason
-        return CopiedRows(
-            rows_before=0,
-            bytes_before=0,
-            rows_in_stall=sum(table.row_count for table in tables or ()),
-            bytes_in_stall=sum(table.row_count * _row_bytes(table) for table in tables or ()),
-            why_plain=reason,
-        )
+        window, self.window = self.window, None
+        copied = None if window is None else window.copied
+        if copied is None:
+            reason = None if window is None else window.reason
+            copied = _copied_in_stall(cut, reason or self._reason or self._why_none_was_due())
+        self._reason, self._is_declined = None, False
+        if window is not None:
+            self._lead.note_pace(window.bytes_a_second)
+            if window.has_unmarked_changes:
+                self._lead.refuse(
+                    "rows of a full copied ahead had changed, and nothing marked them"
+                )
+        if cut is not None:
+            self._note_stall(cut, copied)
+        return copied
+
+    def _why_none_was_due(self) -> str:
+        return self._lead.reason if self._coming is None else _NOT_READ
+
+    def _note_stall(self, cut: Cut, copied: CopiedRows) -> None:
+        stall_seconds = time.monotonic() - cut.pending.cut_seconds
+        if cut.snapshot.link.kind == "full":
+            if copied.why_plain is None:
+                self._lead.note_full_ahead(stall_seconds)
+            else:
+                self._lead.note_plain_full(stall_seconds, copied.bytes_in_stall)
+        self._lead.note_cut(cut.snapshot.ref.step)
 
     def close(self) -> None:
         """End the window; its marks return to their trackers."""
@@ -219,7 +251,18 @@ _NO_ROWS: Future[BatchIds] = Future()
 _NO_ROWS.set_result([{}])
 
 _NOT_READ = "the coming batches were not known"
-_NOT_DUE = "it was not known before that it would be taken now"
+_NO_FULLS = "Options(copy_fulls_ahead=0) has fulls copied in their stalls"
+
+
+def _copied_in_stall(cut: Cut | None, why_plain: str) -> CopiedRows:
+    tables = () if cut is None else cut.snapshot.tables
+    return CopiedRows(
+        rows_before=0,
+        bytes_before=0,
+        rows_in_stall=sum(table.row_count for table in tables),
+        bytes_in_stall=sum(table.row_count * _row_bytes(table) for table in tables),
+        why_plain=why_plain,
+    )
 
 
 def _row_bytes(table: StagedTable) -> int:

@@ -21,6 +21,7 @@ from recpoint.trainer_plugin.pipeline.ahead import Ahead
 from recpoint.trainer_plugin.pipeline.busy import BusyStaging
 from recpoint.trainer_plugin.pipeline.coming_rows import ComingRows
 from recpoint.trainer_plugin.pipeline.handoff import Handoff
+from recpoint.trainer_plugin.pipeline.lead import FullsLead
 from recpoint.trainer_plugin.pipeline.outcomes import Outcomes, WaitingLog
 from recpoint.trainer_plugin.policy import FULL, ChainLink
 from recpoint.trainer_plugin.ranks.agreement import (
@@ -115,8 +116,8 @@ class Pipeline:
         ranks: the ranks of the job.
         replicas: checks the state that is equal on all ranks.
         coming: knows the rows of coming batches; None: the reader does not look ahead.
-        fulls_window: without these rows: how many batches before its cut a full is copied; 0: it is
-            copied in the stall.
+        fulls_window: how many batches before its cut a full is copied; 0: it is copied in the
+            stall; None: that follows from what is measured, or from these rows.
 
     Attributes:
         ahead: copies rows of the next checkpoint before its cut; None: all are copied in stalls.
@@ -141,7 +142,7 @@ class Pipeline:
         ranks: Ranks,
         replicas: Replicas,
         coming: ComingRows | None = None,
-        fulls_window: int = 0,
+        fulls_window: int | None = 0,
     ) -> None:
         self._run = run
         self._ranks = ranks
@@ -195,10 +196,14 @@ class Pipeline:
         self.schedule = self._new_schedule()
         self.ahead = (
             None
-            if coming is None and not fulls_window
+            if coming is None and fulls_window == 0
             else Ahead(
                 coming,
-                fulls_window=fulls_window,
+                FullsLead(
+                    fulls_window,
+                    share=settings.options.copy_share,
+                    batches_done=start.batches_done,
+                ),
                 cutter=cutter,
                 trackers=trackers,
                 ledger=self._ledger,
@@ -406,8 +411,8 @@ class Pipeline:
             failure = error
         finally:
             if self.ahead is not None:
-                copied = self.ahead.take_copied(None if cut is None else cut.snapshot.tables)
-                self.statistics.add_copied(copied)
+                self.statistics.add_copied(self.ahead.take_copied(cut))
+                self.statistics.unmarked_rows = self._cutter.unmarked.found
         try:
             if cut is not None:
                 self._memory.cut(cut.snapshot.used_bytes)

@@ -239,9 +239,9 @@ class Stats:
             has failed. None: the agent reported no error, or has stored a checkpoint since.
         precision: with `bits="auto"`: the width of the newest checkpoint, and why it was chosen.
         interval: with `interval_seconds="auto"`: the present interval, and why it was chosen.
-        copied: with a `Lookahead` as the reader, or with `Options.copy_fulls_ahead`: the rows of
-            the newest checkpoint that were copied before its stall and in it; None: with neither,
-            or no checkpoint yet.
+        copied: the rows of the newest checkpoint that were copied before its stall and in it; None:
+            no checkpoint yet, or rows cannot be copied before, or `Options.copy_fulls_ahead` is 0
+            and there is no `Lookahead`.
         cache: what the cache of the model's tables has done; None: no table is in a cache.
     """
 

@@ -311,6 +311,10 @@ class Cutter:
             state = self._captured(request.step)
             if not window.close():
                 return None
+            if self.unmarked.differ(window.copies()):
+                window.has_unmarked_changes = True
+                window.void("rows that were copied before had changed, and nothing marked them")
+                return None
             keep = self._keeps_marks(request.link)
             dirty: dict[str, Dirty] = {}
             for name, tracker in self._trackers.items():

@@ -18,7 +18,8 @@ trackers, and the cut is a plain one.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
 from typing import NamedTuple
@@ -48,6 +49,9 @@ __all__ = ["OpeningState", "Window"]
 
 #: How often a window that waits for rows looks whether it is over.
 _POLL_SECONDS = 0.05
+
+#: A copy is taken to need no less.
+_LEAST_SECONDS = 1e-6
 
 #: The most bytes of rows without a place. More make the cut a plain one.
 _TAIL_BYTES = 16 << 20
@@ -104,6 +108,8 @@ class Window:
         reason: why the window is void; None: it is not.
         failure: why the window could not be planned; None: it was, or may still be.
         copied: the rows that were copied; None before `finish`.
+        has_unmarked_changes: whether rows that were copied differed from the table at the cut,
+            and nothing had marked them.
     """
 
     def __init__(
@@ -137,6 +143,10 @@ class Window:
         # Tables whose marks are aside.
         self._open: dict[str, _WindowTable] = {}
         self.copied: CopiedRows | None = None
+        self.has_unmarked_changes = False
+        self._opened_seconds = time.monotonic()
+        # How long the thread has copied, up to the last row or the end; None: it still copies.
+        self._copy_seconds: float | None = None
         try:
             for index, live in enumerate(frozen.tables):
                 tracker = trackers.get(live.key)
@@ -242,6 +252,25 @@ class Window:
         bitmaps = sum(ahead.fresh.nbytes for ahead in self._tables)
         return bitmaps + sum(plan.seen.nbytes + plan.size_bytes for plan in self._plans)
 
+    @property
+    def bytes_a_second(self) -> float:
+        """How fast the thread has copied, pauses included, once the window is over; 0: no row."""
+        if self._copier is None:
+            return 0.0
+        _, bytes_before, *_ = self._copier.copied()
+        return bytes_before / max(self._copy_seconds or 0.0, _LEAST_SECONDS)
+
+    def _look_at_pace(self, copier: Copier) -> None:
+        """Note when the thread has copied every row of a full."""
+        if self._copy_seconds is None and not self._knows_batches:
+            rows_before, *_ = copier.copied()
+            if rows_before >= self._placed_rows:
+                self._copy_seconds = time.monotonic() - self._opened_seconds
+
+    @property
+    def _placed_rows(self) -> int:
+        return sum(plan.placed for plan in self._plans)
+
     def advance(self, batches_done: int) -> None:
         """Hand over the rows that the batches done so far looked up last.
 
@@ -253,6 +282,7 @@ class Window:
         copier = self._copier
         if copier is None or self.reason is not None:
             return
+        self._look_at_pace(copier)
         trained = min(batches_done - self.opened_at, copier.batches)
         for number, ahead in enumerate(self._tables):
             tracker = ahead.tracker
@@ -286,6 +316,8 @@ class Window:
             self._is_over = True
         if self._copier is not None:
             self._copier.stop()
+        if self._copy_seconds is None:
+            self._copy_seconds = time.monotonic() - self._opened_seconds
 
     def close(self) -> bool:
         """Copy the rows that are left, at the cut; `end` must follow for each table.
@@ -334,8 +366,18 @@ class Window:
         A plain cut copies tables from end to end, in half the time a row.
         """
         rows_before, *_ = copier.copied()
-        all_rows = sum(plan.placed for plan in self._plans)
-        return not self._knows_batches and 2 * rows_before < all_rows
+        return not self._knows_batches and 2 * rows_before < self._placed_rows
+
+    def copies(self) -> Iterator[tuple[LiveTable, list[Tensor]]]:
+        """Yield each table of a full with the copies of its values and row states, after `close`.
+
+        Nothing of an increment, which has no rows that nobody marked.
+        """
+        by_name = {spot.name: spot for spot in self._placed}
+        for ahead, plan in self._pairs() if self.frozen.link.kind == "full" else ():
+            if plan.placed:
+                names = _array_names(ahead)
+                yield ahead.live, [by_name[name].view(self.slot.data) for name in names]
 
     def _has_slot(self) -> bool:
         """Whether the slot is still the file that rows were copied to."""

@@ -12,7 +12,11 @@ from torch import nn
 import recpoint
 from recpoint import Checkpointer, Consecutive, Options, Precision
 from recpoint.errors import SettingsError
-from tests.unit.trainer_plugin.test_copied_ahead import USERS, Job, _compare, _train
+from recpoint.trainer_plugin.pipeline import lead
+from recpoint.trainer_plugin.policy import ChainLink
+from tests.polling import until
+from tests.running_parts import pipeline_of
+from tests.unit.trainer_plugin.test_copied_ahead import ITEMS, USERS, Job, _compare, _train
 
 WINDOW: dict[str, Any] = {"copy_fulls_ahead": 12}
 _ALWAYS_FULL = Consecutive(full_every=1)
@@ -181,3 +185,116 @@ def test_a_window_that_opened_too_late_makes_the_cut_plain(tmp_path: Path) -> No
     _compare(*jobs)
     for job in jobs:
         job.checkpoints.close(final=False)
+
+
+def copied_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have each full after the first copied ahead, however short its stall."""
+    monkeypatch.setattr(lead, "_LONG_STALL_SECONDS", 0.0)
+    monkeypatch.setattr(lead, "_MARGIN", 1e6)
+
+
+def wait_for_copy(job: Job) -> None:
+    """Wait until the open window, if there is one, has copied all rows."""
+    ahead = pipeline_of(job.checkpoints).ahead
+    assert ahead is not None
+    window = ahead.window
+    if window is not None and window.reason is None:
+        until(lambda: window._copier is not None)
+        copier = window._copier
+        assert copier is not None
+        until(lambda: copier.copied()[0] >= USERS + ITEMS)
+
+
+def test_by_default_fulls_are_copied_ahead_after_a_long_stall(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied_windows(monkeypatch)
+    settings: list[dict[str, Any]] = [{"copy_fulls_ahead": False}, {}]
+    plain, ahead = (
+        Job(tmp_path / str(number), policy=Consecutive(full_every=2), **chosen)
+        for number, chosen in enumerate(settings)
+    )
+    reasons = []
+    for _ in range(60):
+        plain.batch()
+        ahead.batch()
+        wait_for_copy(ahead)
+        if ahead.done % 20 == 0:
+            reasons.append(ahead.copied.why_plain)
+            _compare(plain, ahead)
+    assert plain.copied is None
+    assert "was measured yet" in reasons[0]
+    assert "it was to be an increment" in reasons[1]
+    assert reasons[2] is None
+    plain.checkpoints.close(final=False)
+    ahead.checkpoints.close(final=False)
+
+
+@pytest.mark.parametrize("by_default", [True, False])
+def test_a_change_that_nothing_marked_makes_the_cut_plain(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    by_default: bool,
+) -> None:
+    copied_windows(monkeypatch)
+    jobs = [
+        Job(tmp_path / name, policy=_ALWAYS_FULL, **settings)
+        for name, settings in (
+            ("plain", {"copy_fulls_ahead": 0}),
+            ("ahead", {} if by_default else WINDOW),
+        )
+    ]
+    reasons = []
+    while jobs[0].done < 60:
+        for job in jobs:
+            job.batch()
+        wait_for_copy(jobs[1])
+        if jobs[0].done == 35:
+            for job in jobs:  # torch does not count this
+                job.model.users.weight.data.mul_(0.5)
+        if jobs[0].done % 20 == 0:
+            reasons.append(jobs[1].copied.why_plain)
+            _compare(*jobs)
+    assert reasons[1] == "rows that were copied before had changed, and nothing marked them"
+    found_rows = jobs[1].checkpoints.stats.unmarked_rows
+    assert found_rows > 1_000
+    (text,) = [text for text in caplog.messages if "that nothing had marked" in text]
+    assert text.startswith(f"table 'users': {found_rows} of ") and "copied for this full" in text
+    assert "(values; rows " in text and "mark_all()" in text
+    if by_default:
+        assert "nothing marked them" in reasons[2]  # and so on, for good
+    else:
+        assert reasons[2] is None
+    for job in jobs:
+        job.checkpoints.close(final=False)
+
+
+def test_a_window_makes_no_checkpoint_a_full(tmp_path: Path) -> None:
+    """A policy may know more at the cut than when the window opened."""
+    job = Job(tmp_path, policy=_ALWAYS_FULL, **WINDOW)
+    while job.done < 15:
+        job.batch()
+    ahead = pipeline_of(job.checkpoints).ahead
+    assert ahead is not None and ahead.window is not None
+    increment = ChainLink(kind="increment", base=None, parent=None, chain_length=1)
+    assert ahead.link_at_cut(increment, ()) is increment
+    assert ahead.window.reason == "its policy chose an increment after all"
+    job.checkpoints.close(final=False)
+
+
+def test_with_a_lookahead_it_says_only_whether_fulls_are_copied_ahead(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"ahead=3\): found a Lookahead as the reader"):
+        Job(tmp_path / "refused", window=12, copy_fulls_ahead=3)
+    plain = Job(tmp_path / "plain", copy_fulls_ahead=0)
+    ahead = Job(tmp_path / "ahead", window=12, copy_fulls_ahead=0)
+    reasons = []
+    while plain.done < 40:
+        for job in (plain, ahead):
+            job.batch()
+        if plain.done % 20 == 0:
+            reasons.append(ahead.copied.why_plain)
+            _compare(plain, ahead)
+    assert reasons == ["Options(copy_fulls_ahead=0) has fulls copied in their stalls", None]
+    plain.checkpoints.close(final=False)
+    ahead.checkpoints.close(final=False)
