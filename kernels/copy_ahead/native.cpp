@@ -1,6 +1,9 @@
+#include <errno.h>
 #include <pthread.h>
 #include <sys/resource.h>
+#include <sys/uio.h>
 #include <time.h>
+#include <unistd.h>
 
 #include "../dirty_bitmap/bits.h"
 #include "../row_gather/rows.h"
@@ -199,6 +202,55 @@ int64_t copy_step(const Copier& copier, const Step& step) {
     return n;
 }
 
+// Copies bytes through the kernel, which reports memory that is not mapped where a load would end
+// the process. Where the kernel lacks the call, or a container forbids it, a plain copy is made.
+// Returns whether all bytes were copied.
+bool copy_mapped(char* to, const char* from, int64_t bytes) {
+    static bool is_missing = false;
+    for (int64_t done = 0; done < bytes;) {
+        const iovec target = {to + done, static_cast<size_t>(bytes - done)};
+        const iovec source = {const_cast<char*>(from) + done, static_cast<size_t>(bytes - done)};
+        const ssize_t copied = __atomic_load_n(&is_missing, __ATOMIC_RELAXED)
+            ? -1
+            : process_vm_readv(getpid(), &target, 1, &source, 1, 0);
+        if (copied > 0) {
+            done += copied;
+        } else if (is_missing || errno == ENOSYS || errno == EPERM) {
+            __atomic_store_n(&is_missing, true, __ATOMIC_RELAXED);
+            memcpy(to + done, from + done, bytes - done);
+            return true;
+        } else if (errno != EINTR) {
+            return false;
+        }
+    }
+    return true;
+}
+
+// The rows of a part that lie in one piece in the table and at their places; 0: some are looked up
+// by the window, or have other places.
+int64_t rows_in_one_piece(const Step& step) {
+    const Table& table = *step.table;
+    if (step.ids != nullptr || !table.all_rows) return 0;
+    const int64_t end = least((step.n + 1) * STEP_WORDS, table.words);
+    for (int64_t w = step.n * STEP_WORDS; w < end; ++w) {
+        if (table.seen[w] != 0) return 0;
+    }
+    return least(STEP_ROWS, table.rows - step.n * STEP_ROWS);
+}
+
+// Copies a step while training goes on, which may give the memory of a table back. Returns the
+// number of rows that were copied, or -1: memory is gone.
+int64_t copy_step_beside_training(const Copier& copier, const Step& step) {
+    const int64_t n = rows_in_one_piece(step);
+    if (n == 0) return copy_step(copier, step);
+    for (int64_t k = step.table->first_array; k < step.table->end_array; ++k) {
+        const Array& array = copier.arrays[k];
+        const int64_t first = step.n * STEP_ROWS * array.row_bytes;
+        if (!copy_mapped(array.out + first, array.source + first, n * array.row_bytes)) return -1;
+    }
+    return n;
+}
+
 int64_t row_bytes(const Copier& copier, const Table& table) {
     int64_t total = 0;
     for (int64_t k = table.first_array; k < table.end_array; ++k) {
@@ -386,10 +438,16 @@ void run_copier(Copier* copier, int64_t share_ppm, int64_t niceness) {
         copier->is_copying = true;
         pthread_mutex_unlock(&copier->lock);
         const int64_t began = nanoseconds();
-        const int64_t rows = copy_step(*copier, step);
+        const int64_t rows = copy_step_beside_training(*copier, step);
         const int64_t took = nanoseconds() - began;
         pthread_mutex_lock(&copier->lock);
         copier->is_copying = false;
+        if (rows < 0) {  // the caller sees that the table lies elsewhere
+            copier->is_stopped = true;
+            --copier->next;
+            pthread_cond_broadcast(&copier->changed);
+            break;
+        }
         copier->rows_before += rows;
         copier->bytes_before += rows * row_bytes(*copier, *step.table);
         pthread_cond_broadcast(&copier->changed);

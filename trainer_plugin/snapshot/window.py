@@ -87,6 +87,12 @@ class _WindowTable(NamedTuple):
     tracker: Tracker
     aside: Dirty
     fresh: Tensor
+    addresses: tuple[int, ...]  # of values and row states
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether values or row states lie in other memory than when the window opened."""
+        return self.addresses != tuple([array.data_ptr() for array in _arrays(self.live)])
 
 
 class Window:
@@ -152,7 +158,8 @@ class Window:
                 tracker = trackers.get(live.key)
                 if tracker is not None and not tracker.all_rows:
                     aside = tracker.set_aside()
-                    ahead = _WindowTable(index, live, tracker, aside, tracker.bitmap)
+                    addresses = tuple([array.data_ptr() for array in _arrays(live)])
+                    ahead = _WindowTable(index, live, tracker, aside, tracker.bitmap, addresses)
                     self._open[live.key] = ahead
                     self._tables.append(ahead)
         except BaseException:  # there is no memory for one more bitmap
@@ -289,6 +296,9 @@ class Window:
             if tracker.bitmap is not ahead.fresh:
                 self.void("a table has another weight")
                 return
+            if ahead.has_moved:
+                self.void(f"table {ahead.live.spec.name!r} lies in other memory")
+                return
             if tracker.unapplied:
                 continue  # looked up, and no step of its optimizer has followed
             if tracker.by_gradient and tracker.version == self._versions[number]:
@@ -336,6 +346,8 @@ class Window:
                 ahead.tracker.all_rows or ahead.tracker.bitmap is not ahead.fresh
             ):
                 self.void(f"every row of table {ahead.live.spec.name!r} became dirty")
+            if self.reason is None and ahead.has_moved:
+                self.void(f"table {ahead.live.spec.name!r} lies in other memory")
         if self.reason is None and not self._has_slot():
             self.void("its slot was removed from the staging area")
         if self.reason is None and copier is not None and self._is_slower_than_plain(copier):
@@ -347,7 +359,7 @@ class Window:
             remaining = copier.left()
             tails = [rows.unplaced for rows in remaining]
             tail_bytes = sum(
-                ids.numel() * sum(array[:1].nbytes for array in _arrays(ahead))
+                ids.numel() * sum(array[:1].nbytes for array in _arrays(ahead.live))
                 for ahead, ids in zip(tables, tails, strict=True)
             )
             if tail_bytes > _TAIL_BYTES:
@@ -503,13 +515,13 @@ def _array_names(table: _WindowTable) -> list[str]:
     ]
 
 
-def _arrays(table: _WindowTable) -> tuple[Tensor, ...]:
-    return (table.live.weight.detach(), *table.live.row_states)
+def _arrays(live: LiveTable) -> tuple[Tensor, ...]:
+    return (live.weight.detach(), *live.row_states)
 
 
 def _tail(table: _WindowTable, ids: Tensor) -> _Tail:
     arrays = []
-    for source in _arrays(table):
+    for source in _arrays(table.live):
         out = torch.empty((ids.numel(), *source.shape[1:]), dtype=source.dtype, device="cpu")
         row_gather.gather(source.detach(), ids, out)
         arrays.append(out)

@@ -154,6 +154,23 @@ def test_rows_are_copied_before_the_end() -> None:
     assert copier.copied() == (rows, 64 * rows, 0, 0)
 
 
+def test_memory_that_training_gives_back_ends_the_copy_and_not_the_process() -> None:
+    """As torch does when a process hands a tensor to another one for the first time."""
+    rows = 1 << 20
+    source, out = torch.ones(rows, 16), torch.zeros(rows, 16)
+    taken, seen = dirty_bitmap.new(rows), dirty_bitmap.new(rows)
+    uses = copy_ahead.last_uses([torch.arange(0)], rows=rows, seen=seen)
+    table = TableAhead(
+        rows=rows, fresh=dirty_bitmap.new(rows), taken=taken, seen=seen, uses=uses,
+        places=uses.ids.clone(), first_places=None, ids=None, arrays=((source, _room(out)),),
+    )  # fmt: skip
+    copier = copy_ahead.Copier([table])
+    source.share_memory_()
+    copier.run(1.0)  # returns, because nothing is left at the old address
+    assert copier.copied() == (0, 0, 0, 0)
+    assert not out.any()
+
+
 def test_what_does_not_fit_is_refused() -> None:
     seen = dirty_bitmap.new(100)
     with pytest.raises(ValueError, match="ids: torch.float32"):

@@ -109,6 +109,26 @@ def test_a_window_that_cannot_hold_makes_the_cut_plain(tmp_path: Path) -> None:
         job.checkpoints.close(final=False)
 
 
+@pytest.mark.parametrize("moved", ["weight", "row state"])
+def test_memory_that_moves_in_a_window_makes_the_cut_plain(tmp_path: Path, moved: str) -> None:
+    """A tensor that is handed to another process for the first time moves, and keeps its name."""
+    jobs = [
+        Job(tmp_path / name, policy=_ALWAYS_FULL, optimizer="adagrad", **settings)
+        for name, settings in (("plain", {"copy_fulls_ahead": 0}), ("ahead", WINDOW))
+    ]
+    while jobs[0].done < 20:
+        for job in jobs:
+            job.batch()
+            if job.done == 15:
+                weight = job.model.users.weight
+                tensor = weight if moved == "weight" else job.optimizers[0].state[weight]["sum"]
+                tensor.share_memory_()
+    assert jobs[1].copied.why_plain == "table 'users' lies in other memory"
+    _compare(*jobs)
+    for job in jobs:
+        job.checkpoints.close(final=False)
+
+
 def test_a_cut_that_comes_early_or_unannounced(tmp_path: Path) -> None:
     jobs = [
         Job(tmp_path / name, policy=_ALWAYS_FULL, **settings)
