@@ -21,8 +21,9 @@ from recpoint.errors import ForeignObject, RecpointError, SettingsError, Unsuppo
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import RUN_KEY, ManifestName
 from recpoint.format.records import CheckpointRef
+from recpoint.serving.coded_lookups import replace_lookups
 from recpoint.serving.goal import CHANNELS, Channel, FollowerGoal, find_pinned, find_wanted
-from recpoint.serving.model import Copies, Version, replace_lookups
+from recpoint.serving.model import Copies, Version
 from recpoint.serving.standing import FollowerStanding, Standings
 from recpoint.serving.update import DAMAGE, OnProgress, Updater
 
