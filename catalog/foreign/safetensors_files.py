@@ -7,30 +7,17 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from recpoint.catalog.foreign.contents import ForeignCheckpoint, ForeignEntry, Scalar, malformed
+from recpoint.format.dtypes import DTYPES, torch_dtype
 
 __all__ = ["INDEX_NAME", "SafetensorsFiles"]
 
 #: Name of Hugging Face's index of several files.
 INDEX_NAME: Final = "model.safetensors.index.json"
 _MOST_INDEX_BYTES: Final = 256 << 20
-
-_DTYPES: Final = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
 
 
 class SafetensorsFiles(ForeignCheckpoint):
@@ -122,10 +109,10 @@ class SafetensorsFiles(ForeignCheckpoint):
         _, file = self._files[name]
         part = file.get_slice(name)
         stored_dtype = part.get_dtype()
-        if stored_dtype not in _DTYPES:
+        if stored_dtype not in DTYPES:
             self.left_out[name] = f"a tensor of dtype {stored_dtype}"
             return None
-        return ForeignEntry(name, _DTYPES[stored_dtype], tuple(part.get_shape()))
+        return ForeignEntry(name, torch_dtype(stored_dtype), tuple(part.get_shape()))
 
     def read_into(self, name: str, rows: range, target: Tensor) -> None:
         """See `ForeignCheckpoint.read_into`."""
