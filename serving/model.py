@@ -20,12 +20,19 @@ from recpoint.catalog.restore.rows import LogicalTable, logical_tables
 from recpoint.catalog.restore.state import canonical_name
 from recpoint.catalog.restore.target import RowSink, TableTarget
 from recpoint.catalog.run.chain import Chain
+from recpoint.embeddings.tables.managed_collisions import (
+    NO_ID,
+    RAW_ID,
+    has_raw_ids,
+    mapped_tables,
+)
 from recpoint.errors import IncompatibleModel, NotServing, UnknownRow, UnknownTable
 from recpoint.format.dtypes import torch_dtype
 from recpoint.format.manifest import Manifest
 from recpoint.format.records import CheckpointRef
 from recpoint.kernels import dirty_bitmap
 from recpoint.serving.coded_lookups import CodedBag, CodedEmbedding, coded_lookups
+from recpoint.serving.collisions import CodedRowsWithIds, ServedCollisions
 from recpoint.serving.tables import CodedTable, FloatTable, ServedTable
 
 __all__ = ["ALL", "Bitmaps", "Copies", "Loading", "Version"]
@@ -122,6 +129,9 @@ class ServedModel:
     def __init__(self, model: nn.Module) -> None:
         self.model = model.eval().requires_grad_(False)
         self._coded = coded_lookups(model)
+        self._collisions = {
+            mapped.name: ServedCollisions(mapped) for mapped in mapped_tables(model)
+        }
         self._weights: dict[str, Tensor] = {
             canonical_name(model, name) or "weight": module.weight
             for name, module in model.named_modules()
@@ -159,11 +169,25 @@ class ServedModel:
             stored = (spec.rows, spec.dim), torch_dtype(spec.dtype)
             if (tuple(weight.shape), weight.dtype) != stored:
                 faults.append(f"table {name!r} is {_form(weight)} in the model and {stored} stored")
+        faults += [
+            f"table {name!r} has raw ids (managed collisions) in the checkpoint, and no module of "
+            "the model maps them"
+            for name in model_tables & stored_tables.keys()
+            if has_raw_ids(stored_tables[name]) and name not in self._collisions
+        ]
         _refuse(manifest, faults)
 
-    def check_dense(self, manifest: Manifest, state: Mapping[int, object]) -> None:
-        """Check that it has the checkpoint's dense layers; errors as `check_tables`."""
-        model_tensors, stored_tensors = self._dense(), dense_tensors(state)
+    def check_state(self, manifest: Manifest, state: Mapping[int, object]) -> None:
+        """Check that it has the checkpoint's dense layers, and can map raw ids as the trainer.
+
+        Raises:
+            IncompatibleModel: dense layers differ, each difference named; or raw ids of a table
+                cannot be mapped.
+        """
+        mapped = _with_raw_ids(manifest)
+        for name, table in mapped.items():
+            self._collisions[name].check(manifest, table, state)
+        model_tensors, stored_tensors = self._dense(mapped), dense_tensors(state)
         faults = [
             f"{name!r} is not in the checkpoint"
             for name in model_tensors.keys() - stored_tensors.keys()
@@ -189,11 +213,21 @@ class ServedModel:
             faults.append(f"the extra state of module {name!r} is only in the checkpoint")
         _refuse(manifest, faults)
 
-    def load_dense(self, state: Mapping[int, object]) -> None:
-        """Replace dense layers, buffers and extra state, after `check_dense` has checked them."""
+    def load_state(self, state: Mapping[int, object], raw_ids: Mapping[str, FloatTable]) -> None:
+        """Replace dense layers, buffers, extra state and maps of raw ids.
+
+        Args:
+            state: the state trees, which `check_state` has checked.
+            raw_ids: name of each table whose raw ids are row states -> raw id of each row.
+        """
         stored = dense_tensors(state)
+        for name, collisions in self._collisions.items():
+            if name in raw_ids:
+                collisions.fill(raw_ids[name].values.flatten())
+            else:
+                collisions.use_buffers()
         with torch.no_grad():
-            for name, tensor in self._dense().items():
+            for name, tensor in self._dense(raw_ids).items():
                 if tensor.layout is torch.strided:
                     write(tensor, stored[name])
                 else:
@@ -207,7 +241,14 @@ class ServedModel:
         named = self.model.named_modules()
         return {canonical_name(self.model, name): module for name, module in named}
 
-    def _dense(self) -> dict[str, Tensor]:
+    def _dense(self, mapped_tables: Collection[str]) -> dict[str, Tensor]:
+        """Return the dense tensors, by name.
+
+        Args:
+            mapped_tables: names of tables whose raw ids are row states; the tensors of modules that
+                map these are left out.
+        """
+        left_out = tuple(self._collisions[name].tensor_prefix for name in mapped_tables)
         tables = {id(weight) for weight in self._weights.values()}
         tensors: dict[str, Tensor] = {
             name: parameter
@@ -215,7 +256,20 @@ class ServedModel:
             if id(parameter) not in tables
         }
         tensors.update(self.model.named_buffers())
-        return {canonical_name(self.model, name): tensor for name, tensor in tensors.items()}
+        named = {canonical_name(self.model, name): tensor for name, tensor in tensors.items()}
+        return {name: tensor for name, tensor in named.items() if not name.startswith(left_out)}
+
+
+def _with_raw_ids(manifest: Manifest) -> dict[str, LogicalTable]:
+    tables = logical_tables(manifest.tables)
+    return {name: table for name, table in tables.items() if has_raw_ids(table)}
+
+
+def _new_raw_ids(manifest: Manifest) -> dict[str, FloatTable]:
+    return {
+        name: FloatTable(torch.full((table.rows, 1), NO_ID, dtype=torch.int64, device="cpu"))
+        for name, table in _with_raw_ids(manifest).items()
+    }
 
 
 def _form(tensor: Tensor) -> str:
@@ -247,6 +301,9 @@ class ModelCopy:
         model: its weights are the tables; None: tables have memory of their own.
 
     Attributes:
+        tables: the tables, by name.
+        raw_ids: of each table that has raw ids as a row state: the raw id of each row, int64
+            [rows, 1]; only with a model.
         version: the version that is whole in this copy; None: nothing is, or half of a version.
         readers: number of requests that are looking at this copy.
         behind: rows in which this copy may differ from the other copy; ALL: any row.
@@ -255,6 +312,7 @@ class ModelCopy:
     def __init__(self, model: ServedModel | None) -> None:
         self.model = model
         self.tables: dict[str, ServedTable] = {}
+        self.raw_ids: dict[str, FloatTable] = {}
         self.dense: dict[str, Tensor] = {}
         self.version: Version | None = None
         self.readers = 0
@@ -263,25 +321,40 @@ class ModelCopy:
     def catch_up(self, newer: ModelCopy) -> None:
         """Take over the rows in which this copy differs from the other, which is whole."""
         for name, table in newer.tables.items():
-            served, ids = self.tables.get(name), None
+            served = self.tables.get(name)
             if served is None or served.form != table.form:
-                served = self.tables[name] = self._like(name, table)
-            elif self.behind is not ALL:
-                rows = [
-                    bits
-                    for (changed_table, _), bits in self.behind.items()
-                    if changed_table == name
-                ]
-                if not rows:
-                    continue
-                ids = dirty_bitmap.collect(reduce(torch.bitwise_or, rows), rows=table.rows)
-            if isinstance(served, FloatTable) and isinstance(table, FloatTable):
-                served.copy_rows(table, ids)
-            elif isinstance(served, CodedTable) and isinstance(table, CodedTable):
-                served.copy_rows(table, ids)
-        for name in self.tables.keys() - newer.tables.keys():
-            del self.tables[name]
+                self.tables[name] = self._like(name, table)
+                self._copy_rows(self.tables[name], table, None)
+            else:
+                self._catch_up_rows(name, served, table)
+        for name, raw_ids in newer.raw_ids.items():
+            held_ids = self.raw_ids.get(name)
+            if held_ids is None or held_ids.form != raw_ids.form:
+                self.raw_ids[name] = FloatTable(raw_ids.values.clone())
+            else:
+                self._catch_up_rows(name, held_ids, raw_ids)
+        for gone in self.tables.keys() - newer.tables.keys():
+            del self.tables[gone]
+        for gone in self.raw_ids.keys() - newer.raw_ids.keys():
+            del self.raw_ids[gone]
         self.behind = {}
+
+    def _catch_up_rows(self, name: str, rows: ServedTable, newer: ServedTable) -> None:
+        """Copy the rows of a table in which this copy may be behind."""
+        if self.behind is ALL:
+            self._copy_rows(rows, newer, None)
+            return
+        changed = [bits for (table, _), bits in self.behind.items() if table == name]
+        if changed:
+            ids = dirty_bitmap.collect(reduce(torch.bitwise_or, changed), rows=newer.rows)
+            self._copy_rows(rows, newer, ids)
+
+    @staticmethod
+    def _copy_rows(rows: ServedTable, newer: ServedTable, ids: Tensor | None) -> None:
+        if isinstance(rows, FloatTable) and isinstance(newer, FloatTable):
+            rows.copy_rows(newer, ids)
+        elif isinstance(rows, CodedTable) and isinstance(newer, CodedTable):
+            rows.copy_rows(newer, ids)
 
     def _like(self, name: str, table: ServedTable) -> ServedTable:
         weight = None if self.model is None else self.model.table(name)
@@ -332,16 +405,21 @@ class Loading:
         if self._from_full:
             for name in self._copy.tables.keys() - tables.keys():
                 del self._copy.tables[name]
+            self._copy.raw_ids = {} if model is None else _new_raw_ids(manifest)
         chosen = [
             t for n, t in tables.items() if self._wanted_tables is None or n in self._wanted_tables
         ]
-        coded: dict[int, CodedTable] = {}
+        coded: dict[int, RowSink] = {}
         parts: list[TablePart] = []
         for table in chosen:
             served = self._served(table)
             if isinstance(served, CodedTable):
                 changed = self.changed[table.name, 0] = dirty_bitmap.new(table.rows)
-                coded[table.pieces[0].index] = served.into(table, changed)
+                sink: RowSink = served.into(table, changed)
+                if table.name in self._copy.raw_ids:
+                    raw_ids = self._copy.raw_ids[table.name].values.flatten()
+                    sink = CodedRowsWithIds(served, table, raw_ids)
+                coded[table.pieces[0].index] = sink
             else:
                 parts += self._parts(table, served.values)
         targets = map_parts(manifest, parts)
@@ -350,7 +428,7 @@ class Loading:
     def check_state(self, manifest: Manifest, state: dict[int, object]) -> None:
         """See `StateCheckingTarget.check_state`."""
         if self._copy.model is not None:
-            self._copy.model.check_dense(manifest, state)
+            self._copy.model.check_state(manifest, state)
 
     def finish(self, manifest: Manifest, state: dict[int, object]) -> None:
         """See `RestoreTarget.finish`."""
@@ -359,14 +437,21 @@ class Loading:
         self._copy.dense = dense_tensors(state)
         if self._copy.model is not None:
             self._copy.model.use(self._copy.tables)
-            self._copy.model.load_dense(state)
+            self._copy.model.load_state(state, self._copy.raw_ids)
 
     def _parts(self, table: LogicalTable, values: Tensor) -> Iterator[TablePart]:
         for piece in table.pieces:
             first, stop = piece.columns.start, piece.columns.stop
             changed = self.changed[table.name, first] = dirty_bitmap.new(table.rows)
+            row_states = {}
+            if table.name in self._copy.raw_ids:
+                row_states[RAW_ID] = self._copy.raw_ids[table.name].values.flatten()
             yield TablePart(
-                table=table.name, values=values[:, first:stop], first_column=first, changed=changed
+                table=table.name,
+                values=values[:, first:stop],
+                row_states=row_states,
+                first_column=first,
+                changed=changed,
             )
 
     def _served(self, table: LogicalTable) -> ServedTable:
@@ -422,7 +507,11 @@ class Copies:
     @property
     def nbytes(self) -> int:
         """Bytes of all tables."""
-        return sum(table.nbytes for copy in self._copies for table in list(copy.tables.values()))
+        return sum(
+            table.nbytes
+            for copy in self._copies
+            for table in (*copy.tables.values(), *copy.raw_ids.values())
+        )
 
     @contextmanager
     def reading(self, missing: Callable[[], str | None]) -> Iterator[Version]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +16,13 @@ from torch import Tensor, nn
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.store.store import open_store
 
-__all__ = ["collided", "collided_refused", "collisions_refused", "mapped_parts_refused"]
+__all__ = [
+    "collided",
+    "collided_refused",
+    "collisions_refused",
+    "mapped_parts",
+    "mapped_parts_refused",
+]
 
 #: Table -> rows and features.
 MAPPED = {"t0": (80, ("f0", "g0")), "t1": (60, ("f1",))}
@@ -103,8 +110,10 @@ def mapped_batch(step: int, rank: int) -> Any:
     return KeyedJaggedTensor.from_lengths_sync(keys, torch.cat(values), torch.cat(lengths).int())
 
 
-def mapped_model(kind: str, policy: str, *, sharded: bool, interval: int = 3) -> Any:
-    """Return a seeded model, whole or sharded by rows over all ranks."""
+def mapped_model(
+    kind: str, policy: str, *, sharded: bool, interval: int = 3, kernel: str | None = None
+) -> Any:
+    """Return a seeded model, whole or sharded by rows over all ranks, in TorchRec's `kernel`."""
     torch.manual_seed(7)
     if not sharded:
         return Mapped(kind, policy, "cpu", interval)
@@ -128,7 +137,7 @@ def mapped_model(kind: str, policy: str, *, sharded: bool, interval: int = 3) ->
     world = dist.get_world_size()
     plan = plans.construct_module_sharding_plan(
         plain.mapped,
-        {name: plans.row_wise() for name in MAPPED},
+        {name: plans.row_wise(compute_kernel=kernel) for name in MAPPED},
         local_size=world,
         world_size=world,
         device_type="cpu",
@@ -276,7 +285,7 @@ def collided(
                 os.kill(os.getpid(), signal.SIGKILL)
     return _whole_state(model, optimizer) | {
         "begun": begun,
-        "served": None if rank else _served(run, kind, policy, model),
+        "served": _served(run, kind, policy, model),
         "restored": report and report.restored.step,
         "evictions": evictions,
         "unmarked": checkpoints.stats.unmarked_rows,
@@ -284,22 +293,44 @@ def collided(
     }
 
 
-def _served(run: str, kind: str, policy: str, trained: nn.Module) -> Any:
-    """Return the losses of a follower and of the trained model; or the follower's error."""
-    from recpoint import Follower
-    from recpoint.errors import RecpointError
+def _rows_of_every_id(model: Any) -> Tensor:
+    """Return the row to which a model in evaluation maps each of many ids, [ids, values].
 
-    served = mapped_model(kind, policy, sharded=False, interval=1)
-    follower = Follower(run, model=served)
-    try:
-        follower.poll()
-    except RecpointError as error:
-        return str(error)
-    features = mapped_batch(100, 0)
-    with torch.no_grad(), follower.reading() as version:
-        losses: Any = version(features)
-        whole = getattr(trained, "module", trained)  # DDP would wait for the other rank
-        return [losses[0], whole.eval()(features)[0]]
+    Below 0 and from 4000 on, TorchRec divides ids otherwise among ranks.
+    """
+    from torchrec import KeyedJaggedTensor
+
+    ids = torch.cat([torch.arange(-40, 4040), torch.tensor([-(2**63), 2**62, _NO_ID - 1, _NO_ID])])
+    keys = [feature for _, features in MAPPED.values() for feature in features]
+    features = KeyedJaggedTensor.from_lengths_sync(
+        keys, ids.repeat(len(keys)), torch.ones(len(ids) * len(keys), dtype=torch.int32)
+    )
+    with torch.no_grad():
+        looked_up = model.eval().mapped(features)[0]
+    if hasattr(looked_up, "to_dict"):
+        looked_up = looked_up.to_dict()
+    values = [looked_up[key] for key in keys]
+    return torch.cat([v if isinstance(v, Tensor) else v.values() for v in values], dim=1)
+
+
+def _served(run: str, kind: str, policy: str, trained: nn.Module) -> dict[str, Tensor]:
+    """Return the rows of ids of the trained model and of followers, which rank 0 makes.
+
+    The followers serve each version up to the newest, so both copies have served.
+    """
+    from recpoint import Follower
+
+    # Its name in DDP and in TorchRec's wrapper. All ranks look up together.
+    rows = {"trained": _rows_of_every_id(getattr(trained, "module", trained))}
+    for name, quantized in (("decoded", False), ("quantized", True)) if not dist.get_rank() else ():
+        model = mapped_model(kind, policy, sharded=False, interval=1)
+        follower = Follower(run, model=model, quantized=quantized)
+        for served in reversed(Run.open(open_store(run)).live_line()):
+            follower.pin(served.step)
+            follower.poll()
+        with follower.reading() as version:
+            rows[name] = _rows_of_every_id(version.model)
+    return rows
 
 
 _NO_ID = torch.iinfo(torch.int64).max
@@ -353,7 +384,56 @@ def mapped_parts_refused(run: str, staging: str) -> dict[str, str]:
         seed = Seed(str(weights), tables={table: f"{table}.weight"}, optimizer_states="drop")
         seeded = _error_of(lambda: checkpoints.restore(seed=seed))
         checkpoints.close(final=False)
-    return {"part": part, "deleted": deleted, "seeded": seeded}
+    model = mapped_model("EBC", "LRU", sharded=True, kernel="dense")
+    dense = _error_of(checkpointer)
+    return {"part": part, "deleted": deleted, "seeded": seeded, "dense": dense}
+
+
+def mapped_parts(run: str, staging: str) -> dict[str, Any]:
+    """Load parts of a run whose tables are not sharded, of policy DistanceLFU, and of a file.
+
+    Returns:
+        Errors, and the rows of ids of a model that was restored and of those that got parts.
+    """
+    from recpoint import Checkpointer, Seed
+
+    def model_with(run: str, seed: Seed | None = None) -> nn.Module:
+        model: nn.Module = mapped_model("EBC", "DistanceLFU", sharded=False)
+        optimizer = torch.optim.Adagrad(model.parameters(), lr=0.05)
+        with Checkpointer(
+            model, optimizer, run=run, staging=staging, interval_batches=2
+        ) as checkpoints:
+            try:
+                checkpoints.restore(seed=seed)
+            finally:
+                checkpoints.close(final=False)
+        return model
+
+    tables = [f"mapped._embedding_module.embedding_bags.{name}" for name in MAPPED]
+    modules = "mapped._managed_collision_collection._managed_collision_modules"
+    restored = model_with(run)
+    weights = str(Path(run).parent / "mapped.pt")
+    torch.save(restored.state_dict(), weights)
+    outcomes: dict[str, Any] = {"restored": _rows_of_every_id(restored)}
+    cases: dict[str, dict[str, Any]] = {
+        "rows alone": {"tables": tables, "dense": ["head.*"]},
+        "ids alone": {"dense": [f"{modules}.t0.*"]},
+        "ids of others": {"tables": {tables[0]: tables[0]}, "dense": _swapped(restored)},
+    }
+    both: dict[str, Any] = {"tables": tables, "dense": ["head.*", f"{modules}.*"]}
+    for source, url in (("run", run), ("file", weights)):
+        for case, parts in cases.items():
+            start = partial(model_with, f"{run}-of-{source}", Seed(url, **parts))
+            outcomes[f"{source}, {case}"] = _error_of(start)
+        loaded = model_with(f"{run}-of-{source}", Seed(url, **both))
+        outcomes[source] = _rows_of_every_id(loaded)
+    return outcomes
+
+
+def _swapped(model: nn.Module) -> dict[str, str]:
+    """Return the dense tensors that map ids of t0 -> those of t1."""
+    names = [name for name in model.state_dict() if "_modules.t0." in name]
+    return {name: name.replace("_modules.t0.", "_modules.t1.") for name in names}
 
 
 def collisions_refused(folder: str) -> dict[str, str]:

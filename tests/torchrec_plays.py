@@ -24,6 +24,7 @@ from tests.torchrec_collisions import (
     collided,
     collided_refused,
     collisions_refused,
+    mapped_parts,
     mapped_parts_refused,
 )
 from tests.torchrec_model import (
@@ -46,6 +47,7 @@ __all__ = [
     "found",
     "lived",
     "looked_ahead",
+    "mapped_parts",
     "mapped_parts_refused",
     "piped",
     "pipelines_refused",

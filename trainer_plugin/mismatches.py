@@ -147,6 +147,7 @@ COLLISION_SETTINGS: Final = (
     "build the managed collision modules with the checkpoint's policy and interval, sharded as "
     "there, and go on with as many ranks, or with one"
 )
+ROWS_AND_IDS: Final = "name a table and the dense tensors that map its ids together, or neither"
 MAPPED_TABLE: Final = "restore the whole checkpoint: restore() without partial and seed"
 SOURCE_ONLY_HERE: Final = "build these tables without that library, as the checkpoint had them"
 SOURCE_ONLY_THERE: Final = "build these tables with that library, as the checkpoint had them"

@@ -32,6 +32,12 @@ from torchrec.modules.mc_modules import (
 )
 
 from recpoint.catalog.restore.state import canonical_name
+from recpoint.embeddings.tables.managed_collisions import (
+    NO_ID,
+    RAW_ID,
+    IdShards,
+    has_torchrec_base,
+)
 from recpoint.embeddings.tables.tables import Marker, Table
 from recpoint.errors import IncompatibleModel, SettingsError
 from recpoint.trainer_plugin import mismatches
@@ -40,9 +46,6 @@ from recpoint.trainer_plugin.integrations.torchrec_names import check_attributes
 __all__ = ["CollisionRows", "CollisionSource", "find", "taken_apart"]
 
 _POLICIES = (LFU_EvictionPolicy, LRU_EvictionPolicy, DistanceLFU_EvictionPolicy)
-#: The raw id of a row that no id has.
-_NO_ID: Final = torch.iinfo(torch.int64).max
-_RAW_ID: Final = "collisions.raw_id"
 #: What a module has from the start, beside its buffers; it makes others in its first batch.
 _ATTRIBUTES: Final = (
     "_mch_sorted_raw_ids",
@@ -74,9 +77,9 @@ def find(model: nn.Module) -> CollisionSource | None:
     collisions: dict[str, _Collisions] = {}
     sharded_names: list[str] = []
     for name, module in model.named_modules():
-        if _has_base(module, "ShardedModule"):
+        if has_torchrec_base(module, "ShardedModule"):
             sharded_names.append(f"{name}." if name else "")
-        if _has_base(module, "ManagedCollisionModule"):
+        if has_torchrec_base(module, "ManagedCollisionModule"):
             is_sharded = name.startswith(tuple(sharded_names))
             if not is_sharded:
                 _refuse_overwritten(model, name)
@@ -95,7 +98,7 @@ def taken_apart(name: str, module: nn.Module) -> tuple[str, nn.Module, Mapping[s
         Name and module of the part that holds the tables, and name of the table -> the module that
         maps its ids. A module without managed collisions is returned as it is, with no such module.
     """
-    if not _has_base(module, "BaseShardedManagedCollisionEmbeddingCollection"):
+    if not has_torchrec_base(module, "BaseShardedManagedCollisionEmbeddingCollection"):
         return name, module, {}
     whole: Any = module
     collision_modules = whole._managed_collision_collection._managed_collision_modules
@@ -188,7 +191,7 @@ class CollisionRows:
                 else:
                     changed |= copy != in_row_order
                     copy.copy_(in_row_order)
-            free_rows = positions[live[_RAW_ID] == _NO_ID]
+            free_rows = positions[live[RAW_ID] == NO_ID]
             self._is_out_of_order = bool((free_rows.diff() < 0).any())
         self._seen = seen
         if self.marker is not None:
@@ -200,7 +203,7 @@ class CollisionRows:
         The order of raw ids is that of TorchRec's own stable sort. Rows without id are in ascending
         order, as `states` has checked.
         """
-        raw_ids = self._copies[_RAW_ID]
+        raw_ids = self._copies[RAW_ID]
         order = raw_ids.argsort(stable=True)
         with torch.no_grad():
             self._collisions.mapped_rows.copy_(order + self._rows.start)
@@ -311,7 +314,7 @@ class _Collisions:
 
     @property
     def raw_ids(self) -> Tensor:
-        """The raw ids in ascending order, int64 [rows]; `_NO_ID` stands for none."""
+        """The raw ids in ascending order, int64 [rows]; `NO_ID` stands for none."""
         tensor: Tensor = self._module._mch_sorted_raw_ids
         return tensor
 
@@ -325,7 +328,7 @@ class _Collisions:
         """Return what there is of each of `raw_ids`: name of the row state -> int64 [rows]."""
         # `.to()` replaces the buffers, and evictions go on with the tensors of this dict.
         metadata = self._module._mch_metadata
-        return {_RAW_ID: self.raw_ids} | {
+        return {RAW_ID: self.raw_ids} | {
             f"collisions.{name}": tensor for name, tensor in metadata.items()
         }
 
@@ -431,24 +434,20 @@ class _Collisions:
             return [f"ranks of the checkpoint have evicted ids of {self.name!r} at other batches"]
         return []
 
-    def _ids(self, shard: int, shards: int) -> range:
-        """Return the raw ids that a shard maps, as TorchRec's `RwSparseFeaturesDist` divides them.
-
-        Ids from the input hash size on are divided otherwise.
-        """
-        block = -(-int(self._module._input_hash_size) // shards)
-        return range(shard * block, (shard + 1) * block)
+    def _id_shards(self, count: int) -> IdShards:
+        """Return how raw ids are divided among as many shards."""
+        return IdShards(int(self._module._input_hash_size), count)
 
     def _gets_ids_of(self, chosen: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether lookups on this rank get the ids that the stored shards have mapped."""
-        shards = int(self._module._buckets)
-        if shards in (1, chosen[0]["shards"]):
+        """Whether lookups on this rank get the ids below the hash size that these shards map."""
+        count, stored_count = int(self._module._buckets), int(chosen[0]["shards"])
+        if count in (1, stored_count):
             return True
-        ids = self._ids(self._shard, shards)
-        first, last = (
-            self._ids(state["shard"], state["shards"]) for state in (chosen[0], chosen[-1])
-        )
-        return bool(ids) and (ids.start, ids.stop) == (first.start, last.stop)
+        ids = self._id_shards(count).ids_of(self._shard)
+        stored_shards = self._id_shards(stored_count)
+        first_ids = stored_shards.ids_of(chosen[0]["shard"])
+        last_ids = stored_shards.ids_of(chosen[-1]["shard"])
+        return bool(ids) and (ids.start, ids.stop) == (first_ids.start, last_ids.stop)
 
     @property
     def _shard(self) -> int:
@@ -510,9 +509,9 @@ class _Collisions:
             module._history_metadata[name] = buffer
 
     def _refuse_strays(self) -> None:
-        ids = self._ids(self._shard, int(self._module._buckets))
-        raw_ids = self.raw_ids[self.raw_ids != _NO_ID]
-        strays = raw_ids[(raw_ids < ids.start) | (raw_ids >= ids.stop)]
+        raw_ids = self.raw_ids[self.raw_ids != NO_ID]
+        shards = self._id_shards(int(self._module._buckets)).of(raw_ids)
+        strays = raw_ids[shards != self._shard]
         if strays.numel():
             raise IncompatibleModel(
                 f"the managed collisions of {self.name!r}",
@@ -556,14 +555,6 @@ def _padded(values: Tensor, size: int, device: torch.device) -> Tensor:
 
 def _rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-
-
-def _has_base(module: nn.Module, kind: str) -> bool:
-    """Whether a class of TorchRec of this name is among the bases."""
-    return any(
-        base.__name__ == kind and base.__module__.startswith("torchrec.")
-        for base in type(module).__mro__
-    )
 
 
 def _refused(name: str, found: str, expected: str, next_step: str) -> SettingsError:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from torch import nn
 
 from recpoint.catalog.restore.state import canonical_name
+from recpoint.embeddings.tables.managed_collisions import has_torchrec_base
 from recpoint.embeddings.tables.tables import TableSource
 from recpoint.errors import SettingsError
 from recpoint.trainer_plugin.integrations.torchrec_names import (
@@ -31,9 +32,9 @@ def find(model: nn.Module) -> TableSource | None:
     for name, module in model.named_modules():
         _refuse_replicas_of(name, module)
         part = any(name.startswith(f"{above}.") if above else True for above, _ in sharded)
-        if not part and _is_a(module, "ShardedEmbeddingModule"):
+        if not part and has_torchrec_base(module, "ShardedEmbeddingModule"):
             sharded.append((name, module))
-        elif _is_a(module, "DMPCollection"):
+        elif has_torchrec_base(module, "DMPCollection"):
             raise SettingsError(
                 f"module {name!r}",
                 found="a DMPCollection, in which replicas of a table differ until synchronized",
@@ -65,11 +66,3 @@ def _refuse_replicas_of(name: str, module: nn.Module) -> None:
             expected="a module that DistributedModelParallel has sharded",
             next_step="shard each table once over all ranks",
         )
-
-
-def _is_a(module: nn.Module, kind: str) -> bool:
-    """Whether a class of this name is among the bases; versions define it in other modules."""
-    return any(
-        base.__name__ == kind and base.__module__.startswith("torchrec.")
-        for base in type(module).__mro__
-    )

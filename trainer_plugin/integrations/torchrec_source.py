@@ -172,6 +172,14 @@ class TorchRecSource:
                     slice=None if kernel.fused else holder.weight,
                 )
                 if config.name in collision_modules:
+                    if not kernel.fused:
+                        raise _refused(
+                            f"table {table!r}",
+                            "managed collisions in a TBE that a torch optimizer trains, in which "
+                            "TorchRec cannot initialise rows",
+                            "a fused optimizer",
+                            "use apply_optimizer_in_backward on the tables before they are sharded",
+                        )
                     rows = range(shard.first_row, shard.first_row + shard.rows)
                     collisions = CollisionRows(table, collision_modules[config.name], rows)
                     shard = replace(shard, collisions=collisions)

@@ -11,7 +11,7 @@ from typing import Literal
 from recpoint.catalog.restore.order import Selection
 from recpoint.errors import SettingsError
 
-__all__ = ["Parts", "Seed", "near", "parts_of", "resolve_dense"]
+__all__ = ["Parts", "Seed", "near", "parts_of", "rows_without_ids", "resolve_dense"]
 
 #: Whether the optimizer state of loaded parameters is loaded, too.
 OptimizerStates = Literal["drop", "carry"]
@@ -173,6 +173,40 @@ def resolve_dense(
         elif new not in names_here:
             faults.append(f"{new!r} is not in the model{near(new, names_here)}")
     return {n: o for n, o in old_names.items() if n in names_here and o in names_stored}, faults
+
+
+def rows_without_ids(
+    tables: Mapping[str, str], dense: Mapping[str, str], id_tensors: Mapping[str, Sequence[str]]
+) -> list[str]:
+    """Return a sentence for each table that would get rows without the raw ids of these rows.
+
+    Args:
+        tables, dense: what is loaded: name here -> name in the checkpoint.
+        id_tensors: see `ModelState.id_tensors`.
+    """
+    texts = []
+    for table, names in id_tensors.items():
+        pattern = f"{names[0].rsplit('.', 1)[0]}.*"
+        loaded_names = [name for name in names if name in dense]
+        if table in tables and len(loaded_names) < len(names):
+            texts.append(
+                f"table {table!r} has managed collisions, and its rows would be those of other ids "
+                f'without the dense tensors "{pattern}"'
+            )
+        elif table not in tables and loaded_names:
+            texts.append(
+                f'the dense tensors "{pattern}" say which ids the rows of table {table!r} have, '
+                "and the table is not named"
+            )
+        elif loaded_names:
+            # TorchRec gives a table and the module that maps its ids one name.
+            stored_name = tables[table].removesuffix(".weight").rsplit(".", 1)[-1]
+            if any(dense[name].split(".")[-2:-1] != [stored_name] for name in names):
+                texts.append(
+                    f"table {table!r} is loaded from {tables[table]!r}, and its raw ids are not "
+                    f"({dense[names[0]]!r})"
+                )
+    return texts
 
 
 def near(name: str, names: Iterable[str]) -> str:

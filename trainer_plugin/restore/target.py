@@ -15,6 +15,7 @@ from recpoint.catalog.restore.target import RowSink, StateWanted, TableTarget
 from recpoint.embeddings.cache.cache import Cache
 from recpoint.embeddings.cache.mover import Mover
 from recpoint.embeddings.cache.residents import CachedRows
+from recpoint.embeddings.tables.managed_collisions import has_raw_ids
 from recpoint.embeddings.tables.tables import Table
 from recpoint.format.dtypes import dtype_name, torch_dtype
 from recpoint.format.manifest import Manifest
@@ -24,7 +25,7 @@ from recpoint.trainer_plugin.mismatches import Mismatch, incompatible, renamed_t
 from recpoint.trainer_plugin.policy import Tip
 from recpoint.trainer_plugin.restore.growth import Growth, stored_rows_here
 from recpoint.trainer_plugin.restore.home_sink import HomeSink
-from recpoint.trainer_plugin.restore.parts import Parts, near, resolve_dense
+from recpoint.trainer_plugin.restore.parts import Parts, near, resolve_dense, rows_without_ids
 from recpoint.trainer_plugin.state.model import nearest, optimizers_for, tree_for
 from recpoint.trainer_plugin.state.training_state import OF_ALL_RANKS, OF_TRAINERS, TrainingState
 from recpoint.trainer_plugin.tables import can_hold, layout_text
@@ -262,7 +263,7 @@ class PartialTarget:
                 if self._tables[new][0].cached:
                     text = f"table {new!r} is cached: only a whole checkpoint can be loaded"
                     differences.append(Mismatch(text, mismatches.CACHED_TABLE))
-                differences += self._sharded_differences(new, old)
+                differences += self._sharded_differences(new, old, stored)
         if differences:
             raise incompatible(manifest, differences, otherwise=mismatches.LIST_PARTS)
         self._rows.clear()
@@ -276,13 +277,13 @@ class PartialTarget:
         ]
         return map_parts(manifest, parts)
 
-    def _sharded_differences(self, new: str, old: str) -> list[Mismatch]:
+    def _sharded_differences(self, new: str, old: str, stored: LogicalTable) -> list[Mismatch]:
         """Return why a sharded or fused table cannot be loaded."""
         pieces = self._tables[new]
-        if pieces[0].maps_ids:
+        if pieces[0].maps_ids or has_raw_ids(stored):
             text = (
-                f"table {new!r} has managed collisions, and its values alone would be rows of "
-                "other ids"
+                f"table {_renamed(new, old)} has managed collisions, and its values alone would be "
+                "rows of other ids"
             )
             return [Mismatch(text, mismatches.MAPPED_TABLE)]
         whole = pieces[0].rows == pieces[0].table_rows and pieces[0].columns is None
@@ -322,6 +323,12 @@ class PartialTarget:
         model_tensors, stored_tensors = self._state.model.tensors(), _dense(state)
         self._dense, missing = resolve_dense(self._parts.dense, model_tensors, stored_tensors)
         differences = [Mismatch(text, mismatches.NAMES) for text in missing]
+        differences += [
+            Mismatch(text, mismatches.ROWS_AND_IDS)
+            for text in rows_without_ids(
+                self._parts.tables, self._dense, self._state.model.id_tensors()
+            )
+        ]
         for new, old in self._dense.items():
             model, stored = _dense_form(model_tensors[new]), _dense_form(stored_tensors[old])
             if model != stored:

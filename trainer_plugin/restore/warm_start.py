@@ -26,7 +26,7 @@ from recpoint.catalog.restore.in_place import shares_memory
 from recpoint.embeddings.cache.cache import Cache
 from recpoint.embeddings.tables.tables import Table
 from recpoint.errors import IncompatibleModel
-from recpoint.trainer_plugin.restore.parts import Parts, Seed, near
+from recpoint.trainer_plugin.restore.parts import Parts, Seed, near, rows_without_ids
 from recpoint.trainer_plugin.state.training_state import TrainingState
 from recpoint.trainer_plugin.tables import can_hold, is_piece
 
@@ -137,6 +137,11 @@ class WarmStart:
             self._plan_table(table, entry)
         for name, entry in self._wanted_dense(saved_names).items():
             self._plan_dense(name, live_tensors[name], entry)
+        self._faults += rows_without_ids(
+            {planned.pieces[0].name: planned.parameter.entry.name for planned in self._tables},
+            {parameter.name: parameter.entry.name for parameter in self._dense},
+            self._state.model.id_tensors(),
+        )
         if self._seed.optimizer_states == "carry":
             self._plan_states()
         self._check_cache()

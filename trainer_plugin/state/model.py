@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from recpoint.catalog.restore.dense import dense_shards, is_shard, parse_shard
+from recpoint.embeddings.tables.managed_collisions import mapped_tables
 from recpoint.embeddings.tables.tables import (
     Lookup,
     Table,
@@ -106,6 +107,16 @@ class ModelState:
     def buffers(self) -> dict[str, Tensor]:
         """Return the live buffers, by name."""
         return self._named().buffers
+
+    def id_tensors(self) -> dict[str, list[str]]:
+        """Return table whose raw ids TorchRec maps -> names of the dense tensors that map them.
+
+        Sharded tables are left out: their raw ids are row states.
+        """
+        return {
+            mapped.name: [f"{mapped.module_name}.{name}" for name in mapped.module.state_dict()]
+            for mapped in mapped_tables(self._model)
+        }
 
     def extra_states(self) -> list[str]:
         """Return the names of the modules that have extra state."""
