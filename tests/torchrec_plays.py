@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -832,12 +833,43 @@ def warm(kinds: Mapping[str, str], folder: str, run: str, staging: str, optimize
         )
         untouched = all(bool((table.weight == 7.0).all()) for table in shards(begun))
         checkpoints.restore(seed=everything_in(folder))
-        return {
+        outcomes = {
             "source": everything(source, *of_torch),
             "begun": everything(begun, *dense),
             "refusal": refusal,
             "untouched": untouched,
         }
+    return outcomes | {
+        "imported": _begun_with_import(kinds, folder, f"{run}-2", staging, optimizer)
+    }
+
+
+def _begun_with_import(
+    kinds: Mapping[str, str], folder: str, run: str, staging: str, optimizer: str
+) -> Any:
+    """Begin with what `recpoint import` wrote; return the start, the state, and that before it."""
+    from recpoint import Checkpointer, Options
+
+    if dist.get_rank() == 0:
+        words = [folder, run, "--map", "model.*=*", "--scratch", str(Path(folder).parent)]
+        words += [word for name in all_tables() for word in ("--table", name)]
+        subprocess.run([sys.executable, "-m", "recpoint", "import", *words], check=True)
+    dist.barrier()
+    model = sharded(kinds, optimizer=optimizer)
+    dense = optimizers(model, optimizer)
+    fresh = everything(model, *dense)
+    with Checkpointer(
+        model,
+        dense,
+        run=run,
+        staging=staging,
+        interval_batches=1,
+        options=Options(on_error="raise", handle_sigterm=False),
+    ) as checkpoints:
+        report = checkpoints.restore()
+        begun = everything(model, *dense)
+        checkpoints.close(final=False)
+    return {"fresh": fresh, "begun": begun, "step": report and report.restored.step}
 
 
 def _taking_over(model: nn.Module, trained: Sequence[Tensor], run: str, staging: str) -> Any:

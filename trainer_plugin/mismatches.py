@@ -13,7 +13,14 @@ from typing import Final, NamedTuple
 from recpoint.errors import IncompatibleModel
 from recpoint.format.manifest import Manifest
 
-__all__ = ["Mismatch", "incompatible", "more_rows", "reader_of_ranks", "renamed_table"]
+__all__ = [
+    "Mismatch",
+    "incompatible",
+    "more_rows",
+    "reader_of_ranks",
+    "renamed_table",
+    "seeded_with",
+]
 
 
 class Mismatch(NamedTuple):
@@ -111,6 +118,17 @@ TABLE_VALUES: Final = "build the table with the checkpoint's number of values a 
 TABLE_DTYPE: Final = "build the table in the checkpoint's dtype"
 ROW_STATES: Final = "train the table with the optimizer that the checkpoint has for it"
 CACHED_TABLE: Final = "load the whole checkpoint, or load parts into a model without a cache"
+TABLE_WITHOUT_IDS: Final = (
+    "begin without the table's rows, or with a checkpoint that recpoint has made of this training"
+)
+
+
+def seeded_with(path: str) -> str:
+    """Return the next step for a table that cannot begin with the import of another checkpoint."""
+    seed = f'recpoint.Seed({path!r}, tables=["*"], dense=["*"])'
+    return f"begin a new run with restore(seed={seed})"
+
+
 PIECES_OF_STATE: Final = 'load sharded and fused tables with optimizer_states="drop"'
 PIECES_OF_ONE_TABLE: Final = (
     "load a sharded or fused table from a table that no other is loaded from"

@@ -42,7 +42,12 @@ from recpoint.trainer_plugin.ranks.agreement import incomplete_parts
 from recpoint.trainer_plugin.ranks.ranks import Ranks
 from recpoint.trainer_plugin.restore.growth import Growth
 from recpoint.trainer_plugin.restore.parts import Seed, parts_of
-from recpoint.trainer_plugin.restore.start_log import tell_grown, tell_left, tell_restored
+from recpoint.trainer_plugin.restore.start_log import (
+    tell_grown,
+    tell_imported,
+    tell_left,
+    tell_restored,
+)
 from recpoint.trainer_plugin.restore.target import ModelTarget, PartialTarget, tip_of
 from recpoint.trainer_plugin.restore.together import claim_together, restore_together
 from recpoint.trainer_plugin.restore.warm_start import WarmStart
@@ -366,7 +371,7 @@ def _start_training(
         tell_restored(run, report)
         return _begun_with(target, report, run.claim(None, above=staged).generation)
     started = _start_restored(run, job, policy, selection, staged)
-    if started.resumed or request.seed is None:
+    if started.report is not None or request.seed is None:
         return started
     if foreign_seed:
         return _start_warm(job, request.seed, started.generation)
@@ -402,6 +407,14 @@ def _start_restored(
             return _begun(record)
         target, report, generators = model.holds
         assert target.manifest is not None  # restore has finished it
+        if target.imported is not None:
+            tell_imported(run, report, target.imported)
+            return Start(
+                generation=record.generation,
+                token=record.token,
+                report=report,
+                past=Past(lossy_restores=_lossy_restores(target.manifest, report)),
+            )
         tip: Tip | None = None
         base_history: BaseHistory | None = None
         # Otherwise no increment may be based on it: a whole chain has the same ranks and tables.
@@ -578,5 +591,10 @@ def _opened(seed: Seed) -> ForeignCheckpoint:
 def _begun_with(target: PartialTarget, report: RestoreReport, generation: int) -> Start:
     """Return the start of another job, whose past is only the accuracy that its rows have lost."""
     assert target.manifest is not None  # restore has finished it
-    lossy = past_of(target.manifest.history, report, restarts=0).lossy_restores
-    return Start(generation=generation, report=report, past=Past(lossy_restores=lossy))
+    past = Past(lossy_restores=_lossy_restores(target.manifest, report))
+    return Start(generation=generation, report=report, past=past)
+
+
+def _lossy_restores(manifest: Manifest, report: RestoreReport) -> int:
+    """Return how often the restored rows have been rounded."""
+    return past_of(manifest.history, report, restarts=0).lossy_restores

@@ -14,7 +14,7 @@ from recpoint.errors import (
 )
 from recpoint.format.records import GenerationRecord
 
-__all__ = ["announce_start", "tell_grown", "tell_left", "tell_restored"]
+__all__ = ["announce_start", "tell_grown", "tell_imported", "tell_left", "tell_restored"]
 
 _log = logging.getLogger("recpoint")
 
@@ -28,6 +28,24 @@ def tell_restored(run: Run, report: RestoreReport) -> None:
         _log.warning("%s is not restored: %s", name, error)
     for key, error in report.passed_over:
         _log.warning("restored without %s: %s", key, error)
+
+
+def tell_imported(run: Run, report: RestoreReport, path: str) -> None:
+    """Log that a job begins with an imported checkpoint, and what it does not have.
+
+    Args:
+        run: the run.
+        report: report of the restore.
+        path: path of the other tool's checkpoint.
+    """
+    tell_restored(run, report)
+    _log.warning(
+        "%s was imported from %s, and has tables and dense tensors only: optimizers, schedulers, "
+        "reader, extras and random generators begin as the script has made them. Next: nothing; "
+        'Seed(..., optimizer_states="carry") in a new run also loads optimizer state',
+        report.restored,
+        path,
+    )
 
 
 def tell_grown(report: RestoreReport, grown: Mapping[str, int]) -> None:

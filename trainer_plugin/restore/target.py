@@ -26,6 +26,7 @@ from recpoint.trainer_plugin.policy import Tip
 from recpoint.trainer_plugin.restore.growth import Growth, stored_rows_here
 from recpoint.trainer_plugin.restore.home_sink import HomeSink
 from recpoint.trainer_plugin.restore.parts import Parts, near, resolve_dense, rows_without_ids
+from recpoint.trainer_plugin.state.import_note import imported_path
 from recpoint.trainer_plugin.state.model import nearest, optimizers_for, tree_for
 from recpoint.trainer_plugin.state.training_state import OF_ALL_RANKS, OF_TRAINERS, TrainingState
 from recpoint.trainer_plugin.tables import can_hold, layout_text
@@ -50,6 +51,8 @@ class ModelTarget:
         manifest: manifest of the restored checkpoint; None: nothing was restored yet.
         grown: name -> stored rows of each table that has more rows than the checkpoint; the same on
             all ranks.
+        imported: path from which `recpoint import` took the restored checkpoint; None: a trainer
+            made it.
         batches_done: batches of the restored checkpoint.
         changed: with `since_full`: `Table.key` -> dirty bitmap of the rows that increments held.
     """
@@ -77,7 +80,9 @@ class ModelTarget:
         self.grown: dict[str, int] = {}
         self.changed: dict[str, Tensor] = {}
         self.manifest: Manifest | None = None
+        self.imported: str | None = None
         self.batches_done = 0
+        self._lacked_states: list[Mismatch] = []
 
     def begin(self, manifest: Manifest) -> Sequence[TableTarget | RowSink | None]:
         """Check tables and row states, and return where rows go; see `RestoreTarget.begin`."""
@@ -86,7 +91,11 @@ class ModelTarget:
         differences = table_differences(
             self._tables, stored_tables, elsewhere=self._elsewhere, grown=grown
         )
-        differences += _row_state_differences(self._tables, stored_tables)
+        state_differences = _row_state_differences(self._tables, stored_tables)
+        # An import has no row states, and only the state tree tells that it is one.
+        may_be_import = not any(table.row_states for table in stored_tables.values())
+        self._lacked_states = state_differences if may_be_import else []
+        differences += [] if may_be_import else state_differences
         optimizers, cached = self._state.optimizers, self._cached_tables()
         self._growth.look(
             self._tables, optimizers, grown, {table.key: rows for table, rows in cached}
@@ -153,11 +162,28 @@ class ModelTarget:
         """Check that the state fits; see `StateCheckingTarget.check_state`."""
         saved, differences = self._adopted(manifest, state)
         differences = differences + self._state.differences(saved)
+        self.imported = None if saved is None else imported_path(saved)
+        if self.imported is None:
+            differences += self._lacked_states
+        else:
+            differences += self._import_differences(self.imported)
         if not differences and saved is not None:
             differences = self._growth.whole_state_differences(
                 saved["optimizers"], self._tables, self.grown
             )
         self._refuse(manifest, differences)
+
+    def _import_differences(self, path: str) -> list[Mismatch]:
+        """Return why a job cannot begin with an imported checkpoint."""
+        differences = []
+        for table in self._tables:
+            if table.maps_ids:
+                text = f"table {table.name!r} has managed collisions, and an import has no raw ids"
+                differences.append(Mismatch(text, mismatches.TABLE_WITHOUT_IDS))
+            elif table.cached:
+                text = f"table {table.name!r} is cached, and an import has no row states"
+                differences.append(Mismatch(text, mismatches.seeded_with(path)))
+        return differences
 
     def finish(self, manifest: Manifest, state: dict[int, object]) -> None:
         """Restore the state, after all rows were written; see `RestoreTarget.finish`."""

@@ -198,6 +198,25 @@ class ModelState:
             for name, tensor in self.tensors().items()
         )
 
+    def completed(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """Return imported state as `restore` takes it, completed with what no file has.
+
+        Buffers that are not persistent, and extra state, are those of this model as it is. Tied
+        tensors may have any of their names.
+        """
+        first_names = self.saved_names()
+        stored: Mapping[str, Stored] = saved["tensors"]
+        unsaved_names = self.tensors().keys() - set(first_names.values())
+        tensors: dict[str, Any] = {name: self.tensors()[name] for name in unsaved_names}
+        for name, tensor in stored.items():
+            tensors.setdefault(first_names.get(name, name), tensor)
+        extra = {
+            name: module.get_extra_state()
+            for name, module in self._modules()
+            if _has_extra_state(module)
+        }
+        return {"tensors": tensors, "extra": extra}
+
     def differences(self, saved: Mapping[str, Any]) -> list[Mismatch]:
         """Return what does not fit this model; [] if `restore` will work."""
         model_tensors, stored_tensors = self.tensors(), saved["tensors"]

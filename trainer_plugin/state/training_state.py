@@ -20,6 +20,7 @@ from recpoint.trainer_plugin.mismatches import Mismatch, reader_of_ranks
 from recpoint.trainer_plugin.ranks.sharding import without_pieces
 from recpoint.trainer_plugin.setting_checks import several
 from recpoint.trainer_plugin.state import rng
+from recpoint.trainer_plugin.state.import_note import imported_path
 from recpoint.trainer_plugin.state.lookahead import Lookahead, is_divisible, load_divided
 from recpoint.trainer_plugin.state.lookahead_state import goes_forward, load_without, was_ahead
 from recpoint.trainer_plugin.state.model import ModelState, own_part
@@ -221,6 +222,8 @@ class TrainingState:
         """
         if saved is None or any(key not in saved for key in _KEYS):
             return saved, []
+        if imported_path(saved) is not None:
+            return {**saved, "model": self.model.completed(saved["model"])}, []
         return adopt(saved, self._trainers(elsewhere))
 
     def _trainers(self, elsewhere: Collection[str]) -> TableOptimizers:
@@ -240,6 +243,8 @@ class TrainingState:
         if saved is None or any(key not in saved for key in _KEYS):
             return [Mismatch("the checkpoint holds no training state", mismatches.NO_STATE)]
         differences = self.model.differences(saved["model"])
+        if imported_path(saved) is not None:
+            return differences
         differences += self.optimizers.differences(saved["optimizers"])
         differences += self._schedule_differences(saved["schedulers"])
         for number, (scheduler, state) in enumerate(
@@ -322,6 +327,8 @@ class TrainingState:
     ) -> int:
         """Restore all state outside tables; the tables have been restored already.
 
+        Of an imported checkpoint, only dense tensors are restored.
+
         Args:
             saved: as `adopt` returned it.
             row_states: row states of the tables; see `OptimizerState.restore`.
@@ -333,6 +340,8 @@ class TrainingState:
             Batches done.
         """
         self.model.restore(saved["model"])
+        if imported_path(saved) is not None:
+            return 0
         # Before the optimizers, because a scheduler may set learning rates while it loads.
         for scheduler, state in zip(self._schedulers, saved["schedulers"], strict=False):
             scheduler.load_state_dict(_like(scheduler.state_dict(), state))

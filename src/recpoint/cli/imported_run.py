@@ -31,6 +31,7 @@ from recpoint.errors import NothingToRestore, SettingsError, StagingError
 from recpoint.trainer_plugin.checkpointer import Checkpointer
 from recpoint.trainer_plugin.restore.parts import Seed
 from recpoint.trainer_plugin.settings import Options, Staging
+from recpoint.trainer_plugin.state.import_note import IMPORT_NOTE, ImportNote
 
 __all__ = ["PlannedRun", "planned_run", "write_run"]
 
@@ -135,6 +136,7 @@ def write_run(source: str, run_url: str, planned: PlannedRun, scratch: Path) -> 
             run=store.url,
             staging=Staging(directory=staging),
             interval_batches=1,
+            extras={IMPORT_NOTE: ImportNote(source)},
             options=Options(on_error="raise", handle_sigterm=False, announce=False),
         )
         with checkpoints:

@@ -426,6 +426,15 @@ def test_a_run_begins_with_a_checkpoint_that_torchrec_wrote(
     lost, missing = (rank["refusal"] for rank in ranks)
     assert "ranks 1" in lost or "rank 1" in lost, lost
     assert "nothing" in missing and all(rank["untouched"] for rank in ranks)
+    # After `recpoint import`, a plain restore() loads the same without row states.
+    imported = [rank["imported"] for rank in ranks]
+    assert {start["step"] for start in imported} == {0}
+    fresh, plain = (whole([start[side] for start in imported]) for side in ("fresh", "begun"))
+    for key, values in plain.items():
+        assert torch.equal(values, stored[key] if key[1] == "weight" else fresh[key]), key
+    for rank in ranks:
+        assert same(rank["imported"]["begun"]["dense"], rank["source"]["dense"])
+        assert same(rank["imported"]["begun"]["optimizer"], rank["imported"]["fresh"]["optimizer"])
 
 
 def whole(ranks: Sequence[Any]) -> dict[tuple[str, str], Tensor]:
