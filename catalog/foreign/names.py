@@ -55,7 +55,7 @@ class EntryNames:
     Attributes:
         prefix: what comes before the model's names.
         tie: a sentence if several prefixes are as good; None: one is the best, or there is none.
-        found: name in the model -> name of the entry.
+        entry_names: name in the model -> name of the entry.
         faults: a sentence for each thing that cannot be decided.
     """
 
@@ -68,7 +68,7 @@ class EntryNames:
     ) -> None:
         self.names = frozenset(names)
         self._stored_names = frozenset(stored_names)
-        self.found: dict[str, str] = {}
+        self.entry_names: dict[str, str] = {}
         self.faults: list[str] = []
         self.prefix = ""
         self.tie: str | None = None
@@ -89,48 +89,49 @@ class EntryNames:
             self._search_prefix(model_names, {})
 
     def _find(self, new: str, name: str) -> None:
-        earlier = self.found.setdefault(new, name)
+        earlier = self.entry_names.setdefault(new, name)
         if earlier != name:
             self.faults.append(f"{earlier!r} and {name!r} would both become {new!r}")
 
     def _search_prefix(self, model_names: Collection[str], renames: Mapping[str, str]) -> None:
-        wanted_names = set(model_names) - self.found.keys()
+        wanted_names = set(model_names) - self.entry_names.keys()
         counts: Counter[str] = Counter()
         matches: dict[str, dict[str, str]] = {}
         matched_patterns: set[str] = set()
-        for name in sorted(self.names - set(self.found.values())):
-            for prefix, rest in suffixes(name):
-                new = renamed(rest, renames)
+        for name in sorted(self.names - set(self.entry_names.values())):
+            for prefix, suffix in suffixes(name):
+                new = renamed(suffix, renames)
                 if new is not None:
-                    matched_patterns |= {old for old in renames if fnmatchcase(rest, _literal(old))}
-                own_name = rest if new is None else new
-                if own_name in wanted_names:
+                    patterns = [old for old in renames if fnmatchcase(suffix, _literal(old))]
+                    matched_patterns |= set(patterns)
+                model_name = suffix if new is None else new
+                if model_name in wanted_names:
                     counts[prefix] += 1
-                    earlier = matches.setdefault(prefix, {}).setdefault(own_name, name)
+                    earlier = matches.setdefault(prefix, {}).setdefault(model_name, name)
                     if earlier != name:
                         self.faults.append(
-                            f"{earlier!r} and {name!r} would both become {own_name!r}"
+                            f"{earlier!r} and {name!r} would both become {model_name!r}"
                         )
-                elif rest in self._stored_names:
+                elif suffix in self._stored_names:
                     counts[prefix] += 1
         self.faults += [
             f"no entry matches {old!r}, which names= renames"
             for old in renames
             if old not in matched_patterns
         ]
-        best = counts.most_common(2)
-        if len(best) == 2 and best[0][1] == best[1][1]:
-            (first, count), (second, _) = sorted(best)
+        largest_counts = counts.most_common(2)
+        if len(largest_counts) == 2 and largest_counts[0][1] == largest_counts[1][1]:
+            (first, count), (second, _) = sorted(largest_counts)
             self.tie = (
                 f"{count} of the wanted tensors are both under {first!r} and under {second!r}: "
                 f"say which with names={{'{first}*': '*'}}"
             )
-        elif best:
-            self.prefix = best[0][0]
-            self.found |= {
+        elif largest_counts:
+            self.prefix = largest_counts[0][0]
+            self.entry_names |= {
                 new: name
                 for new, name in matches.get(self.prefix, {}).items()
-                if new not in self.found
+                if new not in self.entry_names
             }
 
     def entry(self, name: str) -> str | None:
@@ -154,16 +155,12 @@ def _literal(pattern: str) -> str:
 def renamed(name: str, renames: Mapping[str, str]) -> str | None:
     """Return what a name becomes; None: no name or pattern of `renames` matches it."""
     for old, new in renames.items():
-        before, star, after = old.partition("*")
+        head, star, tail = old.partition("*")
         if not star:
             if name == old:
                 return new
-        elif (
-            name.startswith(before)
-            and name.endswith(after)
-            and len(name) >= len(before) + len(after)
-        ):
-            return new.replace("*", name[len(before) : len(name) - len(after)], 1)
+        elif name.startswith(head) and name.endswith(tail) and len(name) >= len(head) + len(tail):
+            return new.replace("*", name[len(head) : len(name) - len(tail)], 1)
     return None
 
 
@@ -211,19 +208,19 @@ class OptimizerEntries:
 
     Attributes:
         faults: a sentence for each thing that cannot be decided.
-        assigned: container -> the numbers in it, and the parameter here that each was given to by
-            order alone.
+        names_by_order: container -> the numbers in it, and the parameter here that each was given
+            to by order alone.
     """
 
     def __init__(self, checkpoint: ForeignCheckpoint, orders: list[list[OwnParameter]]) -> None:
         self.faults: list[str] = []
-        self.assigned: dict[str, dict[str, str]] = {}
+        self.names_by_order: dict[str, dict[str, str]] = {}
         self._entries = checkpoint.entries
         #: Parameter as the checkpoint names it -> container -> key -> name.
         self._by_parameter: dict[str, dict[str, dict[str, str]]] = {}
         #: Container -> names, or numbers, of the parameters that its groups list.
-        self._listed: dict[str, list[Scalar]] = {}
-        self._names: dict[str, list[Scalar]] = {}
+        self._group_members: dict[str, list[Scalar]] = {}
+        self._member_names: dict[str, list[Scalar]] = {}
         for name in (*checkpoint.entries, *checkpoint.scalars):
             match = _STATE.fullmatch(name)
             if match:
@@ -231,38 +228,38 @@ class OptimizerEntries:
         for name, value in checkpoint.scalars.items():
             match = _PARAMETER.fullmatch(name)
             if match:
-                lists = self._listed if match["kind"] == "params" else self._names
+                lists = self._group_members if match["kind"] == "params" else self._member_names
                 lists.setdefault(match["container"], []).append(value)
-        self._numbered = self._number(orders)
+        self._numbers = self._number(orders)
 
     def _add(self, container: str, path: str, name: str) -> None:
-        for before, key in suffixes(path):
-            if before:
-                containers = self._by_parameter.setdefault(before[:-1], {})
+        for parameter, key in suffixes(path):
+            if parameter:
+                containers = self._by_parameter.setdefault(parameter[:-1], {})
                 containers.setdefault(container, {})[key] = name
 
     def _number(self, orders: list[list[OwnParameter]]) -> dict[str, tuple[str, str]]:
         """Return for parameters here the container and number of the checkpoint."""
         containers = [
             container
-            for container, listed in self._listed.items()
-            if listed and all(isinstance(value, int) for value in listed)
+            for container, members in self._group_members.items()
+            if members and all(isinstance(value, int) for value in members)
         ]
-        numbered: dict[str, tuple[str, str]] = {}
+        numbers_by_name: dict[str, tuple[str, str]] = {}
         if not containers:
-            return numbered
-        trained = [parameters for parameters in orders if parameters]
-        if len(containers) != len(trained):
+            return numbers_by_name
+        own_orders = [parameters for parameters in orders if parameters]
+        if len(containers) != len(own_orders):
             self.faults.append(
                 f"{len(containers)} optimizers with numbered parameters in the checkpoint, and "
-                f"{len(trained)} optimizers here"
+                f"{len(own_orders)} optimizers here"
             )
-            return numbered
-        for container, own_parameters in zip(containers, trained, strict=True):
-            numbers = self._listed[container]
-            stored_names = self._names.get(container, [])
+            return numbers_by_name
+        for container, own_parameters in zip(containers, own_orders, strict=True):
+            numbers = self._group_members[container]
+            stored_names = self._member_names.get(container, [])
             if len(stored_names) == len(numbers):
-                numbered |= {
+                numbers_by_name |= {
                     str(name): (container, str(number))
                     for name, number in zip(stored_names, numbers, strict=True)
                 }
@@ -272,49 +269,52 @@ class OptimizerEntries:
                     f"and {len(own_parameters)} parameters of the optimizer here"
                 )
             else:
-                self.assigned[container] = {
+                self.names_by_order[container] = {
                     str(number): parameter.name
                     for parameter, number in zip(own_parameters, numbers, strict=True)
                 }
-        if self.assigned:
-            self._require_one_order(containers, trained)
-        for container, names in self.assigned.items():
-            numbered |= {name: (container, number) for number, name in names.items()}
-        return numbered
+        if self.names_by_order:
+            self._require_one_order(containers, own_orders)
+        for container, names in self.names_by_order.items():
+            numbers_by_name |= {name: (container, number) for number, name in names.items()}
+        return numbers_by_name
 
-    def _require_one_order(self, containers: list[str], trained: list[list[OwnParameter]]) -> None:
+    def _require_one_order(
+        self, containers: list[str], own_orders: list[list[OwnParameter]]
+    ) -> None:
         """Note a fault if optimizers of the checkpoint could as well be taken in another order.
 
         An optimizer that fits the place of another is an edge between the two. Another order than
         the one taken exists if, and only if, edges lead from one place to another and back.
         """
         places = range(len(containers))
-        reached = [
+        reachable = [
             {
                 place
                 for place in places
-                if place != own_place and self._fits(containers[own_place], trained[place])
+                if place != own_place and self._fits(containers[own_place], own_orders[place])
             }
             for own_place in places
         ]
         for middle in places:
-            for own_reached in reached:
-                if middle in own_reached:
-                    own_reached |= reached[middle]
-        unclear = [
+            for own_reachable in reachable:
+                if middle in own_reachable:
+                    own_reachable |= reachable[middle]
+        ambiguous_containers = [
             container
             for place, container in enumerate(containers)
             if any(
-                other != place
-                and place in reached[other]
-                and (self._has_states(container) or self._has_states(containers[other]))
-                for other in reached[place]
+                neighbour != place
+                and place in reachable[neighbour]
+                and (self._has_states(container) or self._has_states(containers[neighbour]))
+                for neighbour in reachable[place]
             )
         ]
-        if unclear:
+        if ambiguous_containers:
             self.faults.append(
-                f"the optimizers under {unclear!r:.200} number their parameters, and their states "
-                "fit the optimizers here in another order, too, so that the order proves nothing: "
+                f"the optimizers under {ambiguous_containers!r:.200} number their parameters, and "
+                "their states fit the optimizers here in another order, too, so that the order "
+                "proves nothing: "
                 "save them with names (SGD(model.named_parameters()), or get_state_dict of "
                 "torch.distributed.checkpoint), or begin with optimizer_states='drop'"
             )
@@ -324,7 +324,7 @@ class OptimizerEntries:
 
     def _fits(self, container: str, own_parameters: list[OwnParameter]) -> bool:
         """Whether the states of a container have keys and shapes for these parameters."""
-        numbers = self._listed[container]
+        numbers = self._group_members[container]
         return len(numbers) == len(own_parameters) and all(
             self._state_fits(self._by_parameter.get(str(number), {}).get(container, {}), parameter)
             for number, parameter in zip(numbers, own_parameters, strict=True)
@@ -347,12 +347,12 @@ class OptimizerEntries:
             parameter: name of the parameter in the model.
             entry: name of the parameter's entry in the checkpoint.
         """
-        if parameter in self._numbered:
-            container, number = self._numbered[parameter]
+        if parameter in self._numbers:
+            container, number = self._numbers[parameter]
             return ParameterStates(self._by_parameter.get(number, {}).get(container, {}), True)
         for _, name in suffixes(entry):
-            if name in self._numbered:
-                container, number = self._numbered[name]
+            if name in self._numbers:
+                container, number = self._numbers[name]
                 return ParameterStates(self._by_parameter.get(number, {}).get(container, {}), True)
             containers = self._by_parameter.get(name, {})
             if len(containers) > 1:
@@ -362,6 +362,6 @@ class OptimizerEntries:
                 )
             if containers:
                 return ParameterStates(next(iter(containers.values())), True)
-            if any(name in listed for listed in self._listed.values()):
+            if any(name in members for members in self._group_members.values()):
                 return ParameterStates({}, True)
         return None

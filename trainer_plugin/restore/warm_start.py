@@ -120,7 +120,7 @@ class WarmStart:
         self._tables: list[_PlannedTable] = []
         self._dense: list[_Parameter] = []
         self._faults: list[str] = []
-        self._assigned: Mapping[str, Mapping[str, str]] = {}
+        self._names_by_order: Mapping[str, Mapping[str, str]] = {}
 
     def plan(self) -> None:
         """Find an entry for each wanted tensor, and check that it fits.
@@ -217,7 +217,7 @@ class WarmStart:
         }
         wanted = {}
         for name in first_names:
-            alias = next((a for a in aliases[name] if a in self._names.found), name)
+            alias = next((a for a in aliases[name] if a in self._names.entry_names), name)
             entry = self._searched(alias, repr(name))
             if entry is not None:
                 wanted[name] = entry
@@ -226,16 +226,16 @@ class WarmStart:
     def _expanded(self, patterns: Sequence[str], names: Mapping[str, object]) -> list[str]:
         matches: dict[str, None] = {}
         for pattern in patterns:
-            found = (
+            names_of_pattern = (
                 [pattern]
                 if pattern in names
                 else [name for name in names if fnmatchcase(name, pattern)]
             )
-            if not found:
+            if not names_of_pattern:
                 self._faults.append(
                     f"nothing in the model matches {pattern!r}{near(pattern, names)}"
                 )
-            matches |= dict.fromkeys(found)
+            matches |= dict.fromkeys(names_of_pattern)
         return list(matches)
 
     def _named(self, old: str, text: str) -> str | None:
@@ -249,7 +249,7 @@ class WarmStart:
         return entry
 
     def _searched(self, name: str, text: str) -> str | None:
-        entry = self._names.found.get(name)
+        entry = self._names.entry_names.get(name)
         if entry is None and self._names.tie is not None:
             self._faults.append(self._names.tie)
         elif entry is None:
@@ -306,9 +306,9 @@ class WarmStart:
             keys = _KEYS[type(optimizer)](group) if type(optimizer) in _KEYS else None
             orders[id(optimizer)].append(OwnParameter(name, shapes.get(name), keys))
         stored = OptimizerEntries(self._checkpoint, list(orders.values()))
-        self._assigned = stored.assigned
+        self._names_by_order = stored.names_by_order
         self._faults += stored.faults
-        found_faults = len(stored.faults)
+        fault_count = len(stored.faults)
         for planned in self._tables:
             table = planned.pieces[0]
             if table.fused:
@@ -317,7 +317,7 @@ class WarmStart:
                 self._plan_state(planned.parameter, trained, stored)
         for parameter in self._dense:
             self._plan_state(parameter, trained, stored)
-        self._faults += stored.faults[found_faults:]
+        self._faults += stored.faults[fault_count:]
 
     def _plan_fused(self, planned: _PlannedTable, stored: OptimizerEntries) -> None:
         """Find the row states of a table that something else than a torch optimizer updates."""
@@ -614,7 +614,7 @@ class WarmStart:
                 lines.append(f"without optimizer state, there or here: {_brief(fresh)}")
         lines += [
             f"optimizer state by order alone, under {container!r}: {_brief_numbers(names, first)}"
-            for container, names in self._assigned.items()
+            for container, names in self._names_by_order.items()
             for first in range(0, len(names), _NAMES_IN_A_LINE)
         ]
         left_out = self._left_out()

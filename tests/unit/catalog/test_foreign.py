@@ -374,31 +374,31 @@ def _names(names: list[str], model: list[str], renames: dict[str, str]) -> Entry
 
 def test_the_prefix_is_that_of_most_names() -> None:
     names = ["net.a.weight", "net.b.w", "opt.state.a.weight.sum", "ema.b.w", "other"]
-    found = _names(names, ["a.weight", "b.w"], {})
-    assert found.prefix == "net." and not found.faults
-    assert found.found == {"a.weight": "net.a.weight", "b.w": "net.b.w"}
-    assert found.entry("a") == "net.a.weight" and found.entry("ema.b.w") == "ema.b.w"
-    assert found.entry("c") is None
+    matches = _names(names, ["a.weight", "b.w"], {})
+    assert matches.prefix == "net." and not matches.faults
+    assert matches.entry_names == {"a.weight": "net.a.weight", "b.w": "net.b.w"}
+    assert matches.entry("a") == "net.a.weight" and matches.entry("ema.b.w") == "ema.b.w"
+    assert matches.entry("c") is None
 
 
 def test_names_that_can_be_two_entries_are_faults() -> None:
-    found = _names(["net.a", "ema.a"], ["a"], {})
-    assert found.tie is not None and "both under 'ema.' and under 'net.'" in found.tie
-    assert not found.found and not found.faults
-    found = _names(["net.a", "ema.a"], ["a"], {"ema.*": "*"})
-    assert not found.faults and found.tie is None and found.found == {"a": "ema.a"}
-    found = EntryNames(["net.a", "ema.a"], [], {}, ["a"])
-    assert found.tie is not None and found.entry("a") is None
-    found = _names(["old.a", "older.a"], ["a"], {"old.*": "*", "older.*": "*"})
-    assert found.faults == ["'old.a' and 'older.a' would both become 'a'"]
+    matches = _names(["net.a", "ema.a"], ["a"], {})
+    assert matches.tie is not None and "both under 'ema.' and under 'net.'" in matches.tie
+    assert not matches.entry_names and not matches.faults
+    matches = _names(["net.a", "ema.a"], ["a"], {"ema.*": "*"})
+    assert not matches.faults and matches.tie is None and matches.entry_names == {"a": "ema.a"}
+    matches = EntryNames(["net.a", "ema.a"], [], {}, ["a"])
+    assert matches.tie is not None and matches.entry("a") is None
+    matches = _names(["old.a", "older.a"], ["a"], {"old.*": "*", "older.*": "*"})
+    assert matches.faults == ["'old.a' and 'older.a' would both become 'a'"]
 
 
 def test_patterns_are_matched_behind_the_prefix_too() -> None:
-    found = _names(["net.emb_u.weight", "net.top.w"], ["u.weight", "top.w"], {"emb_*": "*"})
-    assert not found.faults
-    assert found.found == {"u.weight": "net.emb_u.weight", "top.w": "net.top.w"}
-    found = _names(["net.top.w"], ["top.w"], {"embed_*": "*"})
-    assert found.faults == ["no entry matches 'embed_*', which names= renames"]
+    matches = _names(["net.emb_u.weight", "net.top.w"], ["u.weight", "top.w"], {"emb_*": "*"})
+    assert not matches.faults
+    assert matches.entry_names == {"u.weight": "net.emb_u.weight", "top.w": "net.top.w"}
+    matches = _names(["net.top.w"], ["top.w"], {"embed_*": "*"})
+    assert matches.faults == ["no entry matches 'embed_*', which names= renames"]
 
 
 def test_reading_is_bounded_by_a_piece(tmp_path: Path) -> None:
