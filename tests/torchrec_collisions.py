@@ -261,12 +261,12 @@ def collided(
             from torchrec.distributed.train_pipeline import train_pipelines
 
             driver = getattr(train_pipelines, pipeline)(model, optimizer, torch.device("cpu"))
-            left = checkpoints.batches(total=steps)
+            batches_to_train = checkpoints.batches(total=steps)
         while checkpoints.batches_done < steps:
             ids_before = _ids_of_rows(model)
             if driver is not None:
                 try:
-                    driver.progress(left)
+                    driver.progress(batches_to_train)
                 except StopIteration:
                     break
             else:

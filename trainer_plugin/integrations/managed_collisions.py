@@ -128,7 +128,7 @@ class CollisionRows:
         self._rows = rows
         self.marker: Marker | None = None
         self._copies: dict[str, Tensor] = {}
-        self._seen: list[tuple[Tensor, int]] = []
+        self._versions = _TensorVersions(())
         self._is_out_of_order = False
         self._refuse_other_rows()
 
@@ -169,33 +169,29 @@ class CollisionRows:
         another one and comes back is marked, although it has the same id as before. Its weight was
         initialised in between.
         """
-        live = self._collisions.by_position()
-        positions = self._collisions.mapped_rows
-        # Buffers may be replaced, and a new tensor may have the count of the old one.
-        seen = [(tensor, tensor._version) for tensor in (positions, *live.values())]
-        if len(seen) == len(self._seen) and all(
-            tensor is earlier and version == earlier_version
-            for (tensor, version), (earlier, earlier_version) in zip(seen, self._seen, strict=True)
-        ):
+        entries = self._collisions.by_position()
+        rows = self._collisions.mapped_rows
+        tensors = (rows, *entries.values())
+        if self._versions.are_those_of(tensors):
             return
         with torch.no_grad():
-            places = positions - self._rows.start
-            changed = torch.zeros(len(places), dtype=torch.bool, device=places.device)
-            for name, values in live.items():
+            places = rows - self._rows.start
+            is_changed = torch.zeros(len(places), dtype=torch.bool, device=places.device)
+            for name, values in entries.items():
                 in_row_order = torch.empty_like(values)
                 in_row_order[places] = values
                 copy = self._copies.get(name)
                 if copy is None:
                     self._copies[name] = in_row_order
-                    changed.fill_(True)
+                    is_changed.fill_(True)
                 else:
-                    changed |= copy != in_row_order
+                    is_changed |= copy != in_row_order
                     copy.copy_(in_row_order)
-            free_rows = positions[live[RAW_ID] == NO_ID]
+            free_rows = rows[entries[RAW_ID] == NO_ID]
             self._is_out_of_order = bool((free_rows.diff() < 0).any())
-        self._seen = seen
+        self._versions = _TensorVersions(tensors)
         if self.marker is not None:
-            self.marker.mark(changed.nonzero().flatten())
+            self.marker.mark(is_changed.nonzero().flatten())
 
     def write_back(self) -> None:
         """Give the module what was restored into `states`.
@@ -210,8 +206,22 @@ class CollisionRows:
             for name, tensors in self._collisions.every_tensor().items():
                 for tensor in tensors:
                     tensor.copy_(self._copies[name][order])
-        self._seen = []
         self.follow()
+
+
+class _TensorVersions:
+    """Remembers tensors, and how often torch has counted a change of each."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._versions = [(tensor, tensor._version) for tensor in tensors]
+
+    def are_those_of(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether these are the same tensors, and none has changed."""
+        # Buffers may be replaced, and a new tensor may have the count of the old one.
+        return len(tensors) == len(self._versions) and all(
+            tensor is earlier_tensor and tensor._version == version
+            for tensor, (earlier_tensor, version) in zip(tensors, self._versions, strict=True)
+        )
 
 
 class CollisionSource:
@@ -390,18 +400,18 @@ class _Collisions:
         """
         stored = [state[self.name] for state in states if self.name in state]
         if not self.sharded:
-            own = [state for state in stored if state["rank"] == _rank()]
-            return (own or stored)[:1]
+            own_states = [state for state in stored if state["rank"] == _rank()]
+            return (own_states or stored)[:1]
         start = int(self._module._output_global_offset)
-        inside = [
+        states_inside = [
             state
             for state in stored
             if start <= state["first_row"]
             and state["first_row"] + state["rows"] <= start + self._size
         ]
         # Shards of one checkpoint are disjoint, so as many rows are all rows.
-        is_all = sum(state["rows"] for state in inside) == self._size
-        return sorted(inside, key=lambda state: int(state["first_row"])) if is_all else []
+        is_all = sum(state["rows"] for state in states_inside) == self._size
+        return sorted(states_inside, key=lambda state: int(state["first_row"])) if is_all else []
 
     def differences(self, states: Sequence[Mapping[str, Any]]) -> list[str]:
         """Return why the module cannot go on from these states, one sentence each."""
@@ -417,8 +427,8 @@ class _Collisions:
             return texts
         if not self.sharded:
             return []  # the buffers are compared with those of the model
-        chosen = self.matching(states)
-        if not chosen or not self._gets_ids_of(chosen):
+        shards_inside = self.matching(states)
+        if not shards_inside or not self._gets_ids_of(shards_inside):
             start = int(self._module._output_global_offset)
             ranges = ", ".join(
                 f"{state['first_row']} … {state['first_row'] + state['rows'] - 1}"
@@ -430,7 +440,7 @@ class _Collisions:
                 "TorchRec decides by a raw id which rank maps it, so a rank here must have all ids "
                 "of one or several ranks there, as one rank has"
             ]
-        if len({(state["batches"], state["last_eviction_iter"]) for state in chosen}) > 1:
+        if len({(state["batches"], state["last_eviction_iter"]) for state in shards_inside}) > 1:
             return [f"ranks of the checkpoint have evicted ids of {self.name!r} at other batches"]
         return []
 
@@ -438,15 +448,15 @@ class _Collisions:
         """Return how raw ids are divided among as many shards."""
         return IdShards(int(self._module._input_hash_size), count)
 
-    def _gets_ids_of(self, chosen: Sequence[Mapping[str, Any]]) -> bool:
+    def _gets_ids_of(self, shards_inside: Sequence[Mapping[str, Any]]) -> bool:
         """Whether lookups on this rank get the ids below the hash size that these shards map."""
-        count, stored_count = int(self._module._buckets), int(chosen[0]["shards"])
+        count, stored_count = int(self._module._buckets), int(shards_inside[0]["shards"])
         if count in (1, stored_count):
             return True
         ids = self._id_shards(count).ids_of(self._shard)
         stored_shards = self._id_shards(stored_count)
-        first_ids = stored_shards.ids_of(chosen[0]["shard"])
-        last_ids = stored_shards.ids_of(chosen[-1]["shard"])
+        first_ids = stored_shards.ids_of(shards_inside[0]["shard"])
+        last_ids = stored_shards.ids_of(shards_inside[-1]["shard"])
         return bool(ids) and (ids.start, ids.stop) == (first_ids.start, last_ids.stop)
 
     @property
@@ -459,7 +469,7 @@ class _Collisions:
     def _size(self) -> int:
         return int(self._module._zch_size)
 
-    def load(self, chosen: Sequence[Mapping[str, Any]]) -> None:
+    def load(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Load what `matching` returned, which `differences` has checked.
 
         Raises:
@@ -467,17 +477,17 @@ class _Collisions:
                 for it after a cut in another number of shards.
         """
         module, device = self._module, self.raw_ids.device
-        first = chosen[0]
+        first = states[0]
         if self.sharded and module._buckets not in (1, first["shards"]):
             self._refuse_strays()
         module._current_iter_tensor.fill_(first["batches"])
         module._current_iter = first["current_iter"]
         module._last_eviction_iter = first["last_eviction_iter"]
-        evicted = [state["evicted"] for state in chosen if state["evicted"] is not None]
-        module._evicted = bool(evicted)
-        if evicted:
-            module._evicted_emb_indices = torch.cat(evicted).to(device)
-        self._load_history([state for state in chosen if state["history_size"] >= 0], device)
+        evicted_rows = [state["evicted"] for state in states if state["evicted"] is not None]
+        module._evicted = bool(evicted_rows)
+        if evicted_rows:
+            module._evicted_emb_indices = torch.cat(evicted_rows).to(device)
+        self._load_history([state for state in states if state["history_size"] >= 0], device)
         if not self.sharded:
             with torch.no_grad():
                 for name, tensors in self.every_tensor().items():
@@ -486,7 +496,7 @@ class _Collisions:
                     for tensor in tensors:
                         tensor.copy_(values)
 
-    def _load_history(self, chosen: Sequence[Mapping[str, Any]], device: torch.device) -> None:
+    def _load_history(self, states: Sequence[Mapping[str, Any]], device: torch.device) -> None:
         """Load the ids since the last eviction; the module makes these buffers in its first batch.
 
         What is behind them in the buffers is never read, and their order changes nothing: an
@@ -495,15 +505,15 @@ class _Collisions:
         module = self._module
         module._input_history_buffer_size = -1
         module._current_history_buffer_offset = 0
-        if not chosen:
+        if not states:
             return
-        size = sum(state["history_size"] for state in chosen)
-        history = torch.cat([state["history"] for state in chosen])
+        size = sum(state["history_size"] for state in states)
+        history = torch.cat([state["history"] for state in states])
         module._input_history_buffer_size = size
         module._current_history_buffer_offset = len(history)
         module._history_accumulator = _padded(history, size, device)
-        for name in chosen[0]["history_of"]:
-            values = torch.cat([state["history_of"][name] for state in chosen])
+        for name in states[0]["history_of"]:
+            values = torch.cat([state["history_of"][name] for state in states])
             buffer = _padded(values, size, device)
             module.register_buffer(f"_history_{name}", buffer, persistent=False)
             module._history_metadata[name] = buffer

@@ -109,14 +109,14 @@ def test_killed_ranks_map_ids_and_evict_as_they_would_have(
 ) -> None:
     assert set(played[name, "killed"]) == {None}
     is_exact = "bits" not in LIVED.get(name, {})
-    for expected, found in zip(played[name, "whole"], played[name, "restored"], strict=True):
-        assert (expected["restored"], found["restored"]) == (None, 4)
-        assert same(found["collisions"], expected["collisions"])
+    for whole, resumed in zip(played[name, "whole"], played[name, "restored"], strict=True):
+        assert (whole["restored"], resumed["restored"]) == (None, 4)
+        assert same(resumed["collisions"], whole["collisions"])
         for part in ("tables", "parameters", "optimizer") if is_exact else ():
-            assert same(found[part], expected[part]), part
+            assert same(resumed[part], whole[part]), part
         # Ids have lost their rows after the kill, too.
-        assert 0 < found["evictions"] <= expected["evictions"]
-        assert expected["unmarked"] == found["unmarked"] == 0, "nothing changes what is not marked"
+        assert 0 < resumed["evictions"] <= whole["evictions"]
+        assert whole["unmarked"] == resumed["unmarked"] == 0, "nothing changes what is not marked"
 
 
 @pytest.mark.parametrize("name", LIVED)
@@ -147,13 +147,13 @@ def test_increments_hold_the_rows_whose_ids_or_counts_changed(
 def test_fewer_ranks_map_the_ids_of_several(
     played: dict[tuple[str, str], list[Any]], ranks: int, fewer_ranks: int
 ) -> None:
-    before, after = played["recut", str(ranks)], played["recut", str(fewer_ranks)]
-    begun = [rank["begun"] for rank in after]
-    assert {rank["restored"] for rank in after} == {5 + (0 if ranks == 4 else 3)}
-    assert _rows_of_ids(begun) == _rows_of_ids(before)
-    assert _histories(begun) == _histories(before)
-    assert sum(rank["evictions"] for rank in after) > 0
-    assert _rows_of_ids(after), "no id is mapped on two ranks"
+    states, later_states = (played["recut", str(number)] for number in (ranks, fewer_ranks))
+    first_states = [rank["begun"] for rank in later_states]
+    assert {rank["restored"] for rank in later_states} == {5 + (0 if ranks == 4 else 3)}
+    assert _rows_of_ids(first_states) == _rows_of_ids(states)
+    assert _histories(first_states) == _histories(states)
+    assert sum(rank["evictions"] for rank in later_states) > 0
+    assert _rows_of_ids(later_states), "no id is mapped on two ranks"
 
 
 def _rows_of_ids(ranks: list[Any]) -> dict[tuple[str, int], tuple[Any, ...]]:
@@ -262,8 +262,8 @@ def test_a_row_whose_id_leaves_and_comes_back_between_two_cuts_is_marked() -> No
     module = _module()
     collisions = CollisionRows("t", module, range(10, 12))
     assert _look_up(module, 5) == [10]
-    before = {name: state.clone() for name, state in collisions.states.items()}
-    assert before["collisions.raw_id"].tolist() == [5, torch.iinfo(torch.int64).max]
+    first_states = {name: state.clone() for name, state in collisions.states.items()}
+    assert first_states["collisions.raw_id"].tolist() == [5, torch.iinfo(torch.int64).max]
     collisions.marker = marks = _Marks()
     for raw_id in (6, 5):
         # Its tensors are replaced, as by `load_state_dict(assign=True)`.
@@ -271,7 +271,8 @@ def test_a_row_whose_id_leaves_and_comes_back_between_two_cuts_is_marked() -> No
         assert _look_up(module, raw_id) == [10]
         collisions.follow()
         collisions.follow()
-    assert collisions.states["collisions.raw_id"].tolist() == before["collisions.raw_id"].tolist()
+    raw_ids = collisions.states["collisions.raw_id"]
+    assert torch.equal(raw_ids, first_states["collisions.raw_id"])
     assert [rows for rows in marks.rows if 0 in rows] == [[0, 1], [0, 1]]
     assert len(marks.rows) == 2, "a look at what has not changed is not a look at all rows"
 
