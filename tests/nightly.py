@@ -123,6 +123,7 @@ MARKED: Mapping[str, MarkedPart] = {
 _FAULT_SECONDS = {
     "interrupted_calls": 3_500.0,
     "trainers_killed": 2_700.0,
+    "killed_on_ray": 3_300.0,
     "cached_kills": 330.0,
     "every_call_may_fail": 60.0,
 }
