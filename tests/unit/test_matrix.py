@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests import matrix
-from tests.matrix import ENVIRONMENTS, SUBSET, read_record
+from tests.matrix import ENVIRONMENTS, SUBSET, MatrixEnvironment, read_record
 from tests.matrix_checkpoint import _require_equal
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,6 +59,17 @@ def test_lines_are_written_in_the_order_of_the_environments(
 def test_an_unknown_environment_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert matrix.main(["newest", "older"]) == 2
     assert capsys.readouterr().out == f"older: expected one of {', '.join(ENVIRONMENTS)}\n"
+
+
+def test_an_environment_without_its_python_is_not_run_and_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RECPOINT_MATRIX_CACHE", str(tmp_path))
+    monkeypatch.setitem(ENVIRONMENTS, "future", MatrixEnvironment(torch="9.0", python="3.99"))
+    record = read_record()
+    assert matrix.main(["future"]) == 1
+    assert capsys.readouterr().out == "future: not run: no Python 3.99\n"
+    assert read_record() == record
 
 
 def test_the_comparison_of_checkpoints_sees_differences() -> None:
