@@ -86,13 +86,14 @@ def test_a_rank_that_ends_first_keeps_no_other_waiting(tmp_path: Path) -> None:
     assert "ranks no longer tell each other" in asked["alone"]["error"]
 
 
-#: How each table is sharded, and the pipeline that trains.
+#: How each table is sharded, the pipeline that trains, and the number of ranks.
 SHARDED = [
-    ("row_wise", ""),
-    ("column_wise", ""),
-    ("data_parallel", ""),
-    ("row_wise", "TrainPipelineSparseDist"),
-    ("table_wise", "TrainPipelineSparseDist"),
+    ("row_wise", "", 2),
+    ("column_wise", "", 2),
+    ("data_parallel", "", 2),
+    ("row_wise", "TrainPipelineSparseDist", 2),
+    ("table_wise", "TrainPipelineSparseDist", 2),
+    ("column_wise", "TrainPipelineSparseDist", 1),
 ]
 
 
@@ -103,14 +104,14 @@ def test_torchrec_tables_are_copied_ahead(tmp_path: Path) -> None:
     plays = [
         {
             "play": "looked_ahead",
-            "ranks": 2,
+            "ranks": count,
             "kinds": dict.fromkeys((*BAGS, *ROWS), kind),
             "run": str(tmp_path / str(number)),
             "pipeline": pipeline,
         }
-        for number, (kind, pipeline) in enumerate(SHARDED)
+        for number, (kind, pipeline, count) in enumerate(SHARDED)
     ]
-    for (kind, pipeline), by_rank in zip(SHARDED, play(plays, tmp_path), strict=True):
+    for (kind, pipeline, _), by_rank in zip(SHARDED, play(plays, tmp_path), strict=True):
         for rank, result in enumerate(by_rank):
             assert result["different"] == [], (kind, pipeline)
             assert set(result["reasons"]) <= MAY_BE_LATE, (kind, pipeline)
