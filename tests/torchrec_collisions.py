@@ -353,6 +353,8 @@ def collided_refused(**arguments: Any) -> str:
 def mapped_parts_refused(run: str, staging: str) -> dict[str, str]:
     """Return the errors for parts of a run with sharded tables of policy LRU, on one rank."""
     from recpoint import Checkpointer, Options, Seed
+    from recpoint.catalog.foreign.recognize import open_foreign
+    from recpoint.cli.imported_run import planned_run, write_run
 
     model = mapped_model("EBC", "LRU", sharded=True)
     optimizer = torch.optim.Adagrad([p for n, p in model.named_parameters() if "over" in n])
@@ -376,7 +378,12 @@ def mapped_parts_refused(run: str, staging: str) -> dict[str, str]:
         deleted = _error_of(lambda: checkpoints.delete_rows(table, torch.tensor([1])))
         checkpoints.close(final=False)
     weights = Path(run).parent / "weights.pt"
-    torch.save({f"{table}.weight": torch.zeros(MAPPED["t0"][0], DIM)}, weights)
+    tables = {
+        f"{table.removesuffix('t0')}{name}": torch.zeros(rows, DIM)
+        for name, (rows, _) in MAPPED.items()
+    }
+    dense = {f"head.{name}": tensor for name, tensor in Head().state_dict().items()}
+    torch.save({f"{name}.weight": rows for name, rows in tables.items()} | dense, weights)
     new_run = f"{run}-seeded"
     with Checkpointer(
         model, optimizer, run=new_run, staging=staging, interval_batches=2
@@ -384,9 +391,18 @@ def mapped_parts_refused(run: str, staging: str) -> dict[str, str]:
         seed = Seed(str(weights), tables={table: f"{table}.weight"}, optimizer_states="drop")
         seeded = _error_of(lambda: checkpoints.restore(seed=seed))
         checkpoints.close(final=False)
+    with open_foreign(str(weights)) as foreign:
+        planned = planned_run(foreign, {}, list(tables))
+        write_run(str(weights), f"{run}-imported", planned, weights.parent)
+    with Checkpointer(
+        model, optimizer, run=f"{run}-imported", staging=staging, interval_batches=2
+    ) as checkpoints:
+        imported = _error_of(checkpoints.restore)
+        checkpoints.close(final=False)
     model = mapped_model("EBC", "LRU", sharded=True, kernel="dense")
-    dense = _error_of(checkpointer)
-    return {"part": part, "deleted": deleted, "seeded": seeded, "dense": dense}
+    kernel = _error_of(checkpointer)
+    refused = {"part": part, "deleted": deleted, "seeded": seeded}
+    return refused | {"imported": imported, "kernel": kernel}
 
 
 def mapped_parts(run: str, staging: str) -> dict[str, Any]:

@@ -5,6 +5,6 @@ values. Read the modules in this order: `training_state` (the whole tree), `not_
 state that it lacks), `model`, `optimizers`, `writable` (tensors that a restore could not write),
 `grad_scalers` and `unknown_optimizers` (those that the Checkpointer was not given), `lookahead`
 (reads ahead of training) with its parts `held_batches`, `anchors`, `reader_inside` and
-`lookahead_state`, `batch_ids` (which rows a batch looks up), `reader` with `loader_parts`, and
-`rng`.
+`lookahead_state`, `batch_ids` (which rows a batch looks up), `reader` with `loader_parts`,
+`rng`, and `import_note` (the sign of a checkpoint without a trainer's state).
 """

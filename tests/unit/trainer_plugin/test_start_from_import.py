@@ -12,12 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Adagrad
 
+from recpoint import Checkpointer, Lookahead
 from recpoint.catalog.foreign.recognize import open_foreign
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.store.store import open_store
 from recpoint.cli.imported_run import planned_run, write_run
 from recpoint.embeddings import Uniform
 from recpoint.errors import IncompatibleModel
+from tests import cached_training
+from tests.flat_settings import arguments
 from tests.training_builder import (
     ROWS,
     Batches,
@@ -44,12 +47,16 @@ def job(seed: int, model: Any = None) -> Training:
     return Training(model, [optimizer], Batches(seed), schedulers)
 
 
-def imported(source: Training, place: Place, tables: tuple[str, ...] = ("users", "items")) -> str:
+def imported(source: Training, place: Place) -> str:
     """Import what a job has trained; return the path of its checkpoint."""
     for _ in range(3):
         source.batch()
+    return written(source.model, place, ("users", "items"))
+
+
+def written(model: nn.Module, place: Place, tables: tuple[str, ...]) -> str:
     path = str(Path(place.run).with_suffix(".pt"))
-    torch.save({"net": source.model.state_dict()}, path)
+    torch.save({"net": model.state_dict()}, path)
     with open_foreign(path) as checkpoint:
         planned = planned_run(checkpoint, {"net.*": "*"}, tables)
         write_run(path, place.run, planned, Path(path).parent)
@@ -148,6 +155,21 @@ def test_what_does_not_fit_is_named_and_nothing_changes(place: Place) -> None:
             checkpoints.restore()
         assert all(text in str(caught.value) for text in texts)
         assert all(torch.equal(t, first_values[name]) for name, t in model.state_dict().items())
+
+
+def test_cached_tables_are_refused_with_the_line_for_a_seed(place: Place) -> None:
+    path = written(cached_training.plain_model(), place, ("users", "items"))
+    model, _ = cached_training.cached_model({"users": 30, "items": 40})
+    checkpoints = Checkpointer(
+        model,
+        Adagrad(model.parameters(), lr=0.1),
+        reader=Lookahead(cached_training.Batches(), model, window=10),
+        **arguments({"run": place.run, "directory": place.staging, "interval_batches": 2}),
+    )
+    with checkpoints, pytest.raises(IncompatibleModel) as caught:
+        checkpoints.restore()
+    assert "is cached, and an import has no row states" in str(caught.value)
+    assert f"restore(seed=recpoint.Seed({path!r}, tables=" in str(caught.value)
 
 
 def test_a_table_may_have_more_rows_than_the_import(place: Place) -> None:
