@@ -309,7 +309,13 @@ class Tracker:
         """Note that every change until now is marked."""
         self.version = self._version()
         self._lookups.take_rewrites()
-        self._know_row_states([tensor for ref, _ in self._states if (tensor := ref()) is not None])
+        # Row states that are gone stay known: others have taken their place, all rows of which the
+        # next look makes dirty.
+        self._states = [
+            (ref, version if (tensor := ref()) is None else changes_of(tensor))
+            for ref, version in self._states
+        ]
+        self.changes = 0
 
     def take(self) -> Dirty:
         """Return the dirty rows; only rows whose update is still to come stay dirty here."""

@@ -228,6 +228,11 @@ def test_row_states_that_change_outside_the_steps_are_noticed(
     states()[0].zero_()
     tracked.tracker.mark_all()
     assert dirty() is None and tracked.tracker.surprise is None
+    entry = tracked.optimizers[0].state[tracked.module.weight]
+    for name in entry.keys() - {"step"}:
+        entry[name] = entry[name] * 0.5
+    tracked.tracker.mark(torch.tensor([7]))
+    assert dirty() is None, "mark() explains no other tensors"
 
 
 def test_lookups_in_a_closure_explain_no_change_of_row_states() -> None:
