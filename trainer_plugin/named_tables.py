@@ -48,31 +48,46 @@ class NamedTables:
             tracker.mark_all()
 
     def delete_rows(self, name: str, ids: Tensor) -> None:
-        """Set rows of a table, and their row states, to zero."""
-        for piece, tracker in self._pieces(name):
-            _refuse_mapped(piece)
-            deleted_ids = held_ids(piece, ids)
-            row_states = list(self._optimizers.row_states(piece).tensors.values())
+        """Set rows of a table, and their row states, to zero.
+
+        A rank that has a copy of a table that another rank stores sets them to zero in its copy,
+        too: checkpoints compare copies.
+        """
+        for shard in self._shards_of(name):
+            table = shard.copy if shard.table is None else shard.table
+            if table is None:
+                continue
+            _refuse_mapped(table)
+            deleted_ids = held_ids(table, ids)
+            row_states = list(self._optimizers.row_states(table).tensors.values())
+            tracker = self._trackers.get(shard.key)  # of tables that this rank stores
             with held():
-                # First, because the mark below counts all earlier in-place changes as reported.
-                tracker.notice_changes(row_states)
-                piece.zero_rows(deleted_ids, row_states)
-                tracker.mark(deleted_ids)
+                if tracker is not None:
+                    # First, because the mark below counts all earlier in-place changes as reported.
+                    tracker.notice_changes(row_states)
+                table.zero_rows(deleted_ids, row_states)
+                if tracker is not None:
+                    tracker.mark(deleted_ids)
 
     def _pieces(self, name: str) -> list[tuple[Table, Tracker]]:
-        """Return the pieces of a table that this process holds, each with its tracker."""
-        if not any(shard.name == name for shard in self._shards):
+        """Return the pieces of a table that this process stores, each with its tracker."""
+        return [
+            (shard.table, self._trackers[shard.key])
+            for shard in self._shards_of(name)
+            if shard.table is not None
+        ]
+
+    def _shards_of(self, name: str) -> list[StoredShard]:
+        """Return the shards of a table, of this rank and of others."""
+        shards = [shard for shard in self._shards if shard.name == name]
+        if not shards:
             raise SettingsError(
                 f"table {name!r}",
                 found="no such table in the model",
                 expected=f"one of {sorted({shard.name for shard in self._shards})!r:.400}",
                 next_step="use the name of the embedding module, as in model.named_modules()",
             )
-        return [
-            (shard.table, self._trackers[shard.key])
-            for shard in self._shards
-            if shard.name == name and shard.table is not None
-        ]
+        return shards
 
 
 def _refuse_mapped(table: Table) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,13 @@ from recpoint.catalog.restore.order import Selection
 from recpoint.catalog.restore.restore import MemoryTarget, restore
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.store.store import open_store
+from recpoint.embeddings.tables.tables import plain_tables
 from recpoint.errors import SettingsError
 from recpoint.format.naming import ManifestName
+from recpoint.trainer_plugin.named_tables import NamedTables
+from recpoint.trainer_plugin.ranks.ranks import Ranks
+from recpoint.trainer_plugin.ranks.sharding import lay_out
+from recpoint.trainer_plugin.state.optimizers import OptimizerState
 from tests.consolidation import merge
 from tests.training_builder import (
     Batches,
@@ -136,3 +142,18 @@ def test_a_deletion_speaks_for_no_other_change(place: Place, what: str, sparse: 
         users = [table.name for table in manifest.tables].index("users")
         rows = sum(chunk.row_count or 0 for chunk in manifest.chunks if chunk.table == users)
         assert (rows == 203) == (what != "nothing")
+
+
+def test_a_copy_of_a_table_that_another_rank_stores_is_zeroed_too() -> None:
+    training = adagrad()
+    training.batch()
+    (optimizer,) = training.optimizers
+    tables = plain_tables(training.model, ()).tables
+    # As on a rank that trains a replica and stores nothing of it.
+    shards = [replace(shard, table=None, copy=shard.table) for shard in lay_out(Ranks(), tables)]
+    state = OptimizerState(training.model, [optimizer], tables)
+    NamedTables(shards, {}, state).delete_rows("users", DELETED)
+    weight = training.model.users.weight
+    for rows in (weight, optimizer.state[weight]["sum"]):
+        zero_ids = (rows == 0).all(dim=1).nonzero().flatten()
+        assert torch.equal(zero_ids, DELETED.flatten().unique())
