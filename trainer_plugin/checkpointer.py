@@ -84,7 +84,7 @@ class Checkpointer:
         interval_batches: batches between checkpoints; give this or `interval_seconds`.
         interval_seconds: seconds between checkpoints, rounded to a whole batch; "auto": computed
             from the measured cost of a checkpoint and how often the job fails.
-        bits: how rows are stored: "lossless"; 8, 4, 3 or 2 bits for each value; "auto": as few bits
+        bits: how rows are stored: "lossless"; 8, 6, 5, 4, 3 or 2 bits a value; "auto": as few bits
             as the expected number of restores allows; or a `Precision`.
         policy: what a checkpoint holds: a policy such as `Consecutive(full_every=16)`, `OneShot`,
             `Intermittent` or `Continuous`, or the name of a policy, with its defaults.

@@ -207,8 +207,8 @@ class Precision:
     Dense layers are always stored exactly.
 
     Attributes:
-        bits: bits of each value, for all tables that `tables` does not name: "lossless", 8, 4, 3 or
-            2; "auto": as few as the expected number of restores allows (see
+        bits: bits of each value, for all tables that `tables` does not name: "lossless", 8, 6, 5,
+            4, 3 or 2; "auto": as few as the expected number of restores allows (see
             `recpoint.ExpectedFailures`).
         tables: table name -> bits of its rows, as in `bits`.
         small_table_values: a table with at most this many values is stored exactly, whatever `bits`
