@@ -203,26 +203,24 @@ int64_t copy_step(const Copier& copier, const Step& step) {
 }
 
 // Copies bytes through the kernel, which reports memory that is not mapped where a load would end
-// the process. Where the kernel lacks the call, or a container forbids it, a plain copy is made.
+// the process. Where the kernel does not take the call, as in some containers, bytes are loaded.
 // Returns whether all bytes were copied.
 bool copy_mapped(char* to, const char* from, int64_t bytes) {
-    static bool is_missing = false;
-    for (int64_t done = 0; done < bytes;) {
+    static bool is_refused = false;
+    int64_t done = 0;
+    while (done < bytes && !__atomic_load_n(&is_refused, __ATOMIC_RELAXED)) {
         const iovec target = {to + done, static_cast<size_t>(bytes - done)};
         const iovec source = {const_cast<char*>(from) + done, static_cast<size_t>(bytes - done)};
-        const ssize_t copied = __atomic_load_n(&is_missing, __ATOMIC_RELAXED)
-            ? -1
-            : process_vm_readv(getpid(), &target, 1, &source, 1, 0);
+        const ssize_t copied = process_vm_readv(getpid(), &target, 1, &source, 1, 0);
         if (copied > 0) {
             done += copied;
-        } else if (is_missing || errno == ENOSYS || errno == EPERM) {
-            __atomic_store_n(&is_missing, true, __ATOMIC_RELAXED);
-            memcpy(to + done, from + done, bytes - done);
-            return true;
-        } else if (errno != EINTR) {
+        } else if (copied < 0 && errno == EFAULT) {
             return false;
+        } else if (copied == 0 || errno != EINTR) {
+            __atomic_store_n(&is_refused, true, __ATOMIC_RELAXED);
         }
     }
+    memcpy(to + done, from + done, bytes - done);
     return true;
 }
 
