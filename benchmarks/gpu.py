@@ -27,11 +27,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_correctness import check
+from benchmarks.gpu_correctness import BITS, check
 from benchmarks.gpu_kernels import load
 from benchmarks.machine import commit
 from benchmarks.report import Report, Spread, spread_of
-from recpoint.kernels.bit_packing import BITS
 
 __all__ = ["KEYS", "record", "run"]
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from benchmarks.gpu_kernels import load
-from recpoint.kernels.bit_packing import BITS
 
-__all__ = ["check"]
+__all__ = ["BITS", "check"]
+
+#: The widths of codes. Not imported: the module that has them needs the compiled kernels.
+BITS: Final = (2, 3, 4, 5, 6, 8)
 
 
 def check(device: torch.device, *, rows: int, seed: int) -> int:

@@ -195,7 +195,8 @@ class ServedCollisions:
         with torch.no_grad():
             module._mch_sorted_raw_ids.copy_(ids[order])
             module._mch_remapped_ids_mapping.copy_(order)
-        free_rows = torch.full((len(first_rows),), len(raw_ids), device="cpu").scatter_reduce(
+        no_free_row = torch.full((len(first_rows),), len(raw_ids), dtype=torch.int64, device="cpu")
+        free_rows = no_free_row.scatter_reduce(
             0, shard_of_row, torch.where(raw_ids == NO_ID, rows, len(raw_ids)), "amin"
         )
         last_rows = torch.cat([first_rows[1:], torch.tensor([len(raw_ids)], device="cpu")]) - 1

@@ -227,6 +227,8 @@ def _larger_gradient(gradient: Tensor, rows: int) -> Tensor:
             gradient._indices(),
             gradient._values(),
             (rows, *gradient.shape[1:]),
+            dtype=gradient.dtype,
+            device=gradient.device,
             check_invariants=False,
             is_coalesced=gradient.is_coalesced(),
         )

@@ -97,6 +97,6 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="ids"):
         quantize_rows(table, ids.int(), 4)
     with pytest.raises(ValueError, match="bits"):
-        quantize_rows(table, ids, 5)
+        quantize_rows(table, ids, 7)
     with pytest.raises(IndexError, match="expected 0 <= id < 4"):
         quantize_rows(table, torch.tensor([4]), 4)

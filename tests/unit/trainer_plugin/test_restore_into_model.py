@@ -95,7 +95,7 @@ CHANGES: dict[str, tuple[Callable[[Training], None], str, str]] = {
     "fewer rows": (
         fewer_rows,
         rf"'users': rows {ROWS - 1} in the model, {ROWS} in the checkpoint",
-        mismatches.TABLE_ROWS,
+        mismatches.fewer_rows("users", ROWS),
     ),
     "dtype": (
         other_dtype,
