@@ -59,6 +59,8 @@ GREEDY = {
     2: Method(name="greedy", bins=25, ratio_permille=600),
     3: Method(name="greedy", bins=25, ratio_permille=400),
     4: Method(name="greedy", bins=45, ratio_permille=200),
+    5: Method(name="greedy", bins=45, ratio_permille=150),
+    6: Method(name="greedy", bins=45, ratio_permille=100),
     8: Method(name="greedy", bins=200, ratio_permille=100),
 }
 
