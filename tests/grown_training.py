@@ -53,6 +53,12 @@ class AllUsers(Batches):
         return users * 7919 % self.rows, items, target
 
 
+def look_up_users(training: Training, rows: int) -> None:
+    """Have batches look up this many users from now on."""
+    assert isinstance(training.reader, AllUsers)
+    training.reader.rows = rows
+
+
 MakeOptimizers = Callable[[Model], list[Optimizer]]
 OPTIMIZERS: dict[str, MakeOptimizers] = {
     "momentum": lambda m: [SGD(m.parameters(), lr=0.1, momentum=0.9)],

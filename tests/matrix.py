@@ -209,8 +209,8 @@ def _made(name: str, environment: MatrixEnvironment) -> Path:
         constraints = ["-c", str(ROOT / "constraints.txt")] if environment.constrained else []
         # recpoint itself comes from this checkout. Its requirements on Prefect may exclude the
         # version that is tried here.
-        others = [*_requirements(), f"prefect=={environment.prefect}", *_TEST_PACKAGES]
-        _run([*install, *constraints, torch, *others])
+        other_packages = [*_requirements(), f"prefect=={environment.prefect}", *_TEST_PACKAGES]
+        _run([*install, *constraints, torch, *other_packages])
         if environment.torchrec:
             torchrec = f"torchrec=={environment.torchrec}"
             fbgemm = f"fbgemm-gpu-cpu=={environment.fbgemm}"
@@ -306,12 +306,12 @@ def read_record() -> dict[str, str]:
 
 def _write_record(lines: Mapping[str, str]) -> None:
     """Put these lines into the table, in the order of the environments."""
-    before, begin, behind = RECORD.read_text().partition(_BEGIN)
+    text_above, begin, behind = RECORD.read_text().partition(_BEGIN)
     _, end, after = behind.partition(_END)
     if not begin or not end:
         raise RuntimeError(f"{RECORD}: expected the lines {_BEGIN.strip()} and {_END.strip()}")
     rows = "".join(f"{lines[name]}\n" for name in ENVIRONMENTS if name in lines)
-    RECORD.write_text(f"{before}{begin}{_HEAD}{rows}\n{end}{after}")
+    RECORD.write_text(f"{text_above}{begin}{_HEAD}{rows}\n{end}{after}")
 
 
 if __name__ == "__main__":

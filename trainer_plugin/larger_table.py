@@ -241,24 +241,24 @@ def _refuse_weight(table: ModuleTable) -> None:
     """Refuse a weight that other objects depend on, so that it must keep its memory."""
     weight: Any = table.weight
     if is_piece(weight):
-        found, next_step = "a weight that fully_shard has cut", "shard the dense layers only"
+        fault, next_step = "a weight that fully_shard has cut", "shard the dense layers only"
     elif weight.is_meta:
-        found, next_step = "a weight on the meta device", "build the table with more rows"
+        fault, next_step = "a weight on the meta device", "build the table with more rows"
     elif weight.is_inference():
-        found = "a weight that was made under torch.inference_mode()"
+        fault = "a weight that was made under torch.inference_mode()"
         next_step = "build the model outside it"
     elif hasattr(weight, "_in_backward_optimizers"):
-        found = "an optimizer that steps in the backward pass, by a hook that refers to the weight"
+        fault = "an optimizer that steps in the backward pass, by a hook that refers to the weight"
         next_step = "train the table with an optimizer whose step() is called"
     elif weight.is_cpu and weight.is_shared():  # a GPU's memory always counts as shared
-        found = "a weight whose memory other processes share"
+        fault = "a weight whose memory other processes share"
         next_step = "train the table in one process"
     elif weight.untyped_storage().nbytes() != weight.nbytes:
-        found = "a weight that is a part of a larger tensor"
+        fault = "a weight that is a part of a larger tensor"
         next_step = "give the module a weight of its own: nn.Parameter(weight.detach().clone())"
     else:
         return
-    raise _refused(table, found, "a weight that has its memory for itself", next_step)
+    raise _refused(table, fault, "a weight that has its memory for itself", next_step)
 
 
 def _refused(table: ModuleTable, found: str, expected: str, next_step: str) -> SettingsError:

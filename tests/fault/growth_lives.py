@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -45,6 +46,10 @@ class _Numbered:
         self.position = state["position"]
 
 
+def _has_committed(checkpoints: Checkpointer, count: int) -> bool:
+    return checkpoints.stats.committed == count
+
+
 def growing_life(*, place: str, kind: Kind, kill_in: int | None = None) -> None:
     """Train to the end, and save all rows; or die in a batch, between forward and backward pass.
 
@@ -80,7 +85,7 @@ def growing_life(*, place: str, kind: Kind, kill_in: int | None = None) -> None:
         for batch in checkpoints.batches(total=LAST_BATCH):
             number = checkpoints.batches_done + 1
             due = (number - 1) // INTERVAL - first // INTERVAL
-            until(lambda: checkpoints.stats.committed == due)  # noqa: B023  # called at once
+            until(partial(_has_committed, checkpoints, due))
             if number > _BATCH_BEFORE_GROWTH:
                 vocabulary.write_text(str(_MORE_ROWS))
                 recpoint.grow(model, optimizer, "users", _MORE_ROWS)

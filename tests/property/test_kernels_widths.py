@@ -62,16 +62,16 @@ def test_half_a_step_bounds_the_error_and_shrinks_with_every_bit(
     """The step is span / (2^bits - 1), rounded; rounding keeps the order. So a row's errors lie
     within half of its own step and within half of that of each lesser width, of which it is the
     former that shrinks: the error itself may well grow with the width, see below."""
-    found = {bits: _errors(rows, bits, method) for bits in BITS}
-    for bits, (errors, _, coded) in found.items():
+    errors_by_width = {bits: _errors(rows, bits, method) for bits in BITS}
+    for bits, (errors, _, coded) in errors_by_width.items():
         for fewer in [width for width in BITS if width <= bits]:
-            _, step, also = found[fewer]
+            _, step, also = errors_by_width[fewer]
             both = coded & also
-            assert (found[bits][1][both] <= step[both]).all()
+            assert (errors_by_width[bits][1][both] <= step[both]).all()
             bound = step[:, None] / 2 + 4 * _unit(rows, method)
             assert (errors <= bound)[both].all()
         # A range that is too small for few levels is so for many: such a row stays exact.
-        assert all((coded <= found[fewer][2]).all() for fewer in BITS if fewer < bits)
+        assert all((coded <= errors_by_width[fewer][2]).all() for fewer in BITS if fewer < bits)
 
 
 @settings(deadline=None)
@@ -102,8 +102,8 @@ def test_the_error_of_no_value_grows_from_2_to_4_to_8_bits(rows: Tensor, method:
     of one that is further by 12uS: the place of a value in steps is a product of five rounded terms
     and a sum, 6u times at most 2^bits - 1 off, which misleads twice where it misleads. That is
     15uS + uM for the finer grid and 3uS + uM for the coarser, at most 20u times the greater."""
-    found = [_errors(rows, bits, method) for bits in (2, 4, 8)]
-    for (coarse, _, coded), (fine, _, also) in itertools.pairwise(found):
+    errors_by_width = [_errors(rows, bits, method) for bits in (2, 4, 8)]
+    for (coarse, _, coded), (fine, _, also) in itertools.pairwise(errors_by_width):
         both = coded & also
         assert (fine <= coarse + 20.01 * _unit(rows, method))[both].all()
 

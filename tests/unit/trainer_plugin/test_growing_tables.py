@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from tests.grown_training import (
     RULE,
     enlarged,
     kinds,
+    look_up_users,
     same,
     tensors,
     training,
@@ -50,7 +52,12 @@ pytestmark = pytest.mark.filterwarnings(
 def grow(trained: Training, rows: int = MORE_ROWS, initial: Any = RULE) -> None:
     """Grow the table `users`, of which batches look up all rows from then on."""
     recpoint.grow(trained.model, trained.optimizers, "users", rows, initial=initial)
-    trained.reader.rows = rows  # type: ignore[attr-defined]
+    look_up_users(trained, rows)
+
+
+def has_outcomes(checkpoints: Checkpointer, count: int) -> bool:
+    """Whether the outcomes of at least so many checkpoints are known."""
+    return checkpoints.stats.committed + checkpoints.stats.failed >= count
 
 
 def batches(trained: Training, count: int) -> Training:
@@ -65,7 +72,7 @@ def test_training_goes_on_as_if_rows_had_been_added_by_hand(place: Place, name: 
     generators = rng.capture()
     larger = enlarged(by_hand, name)
     rng.restore(generators)
-    larger.reader.rows = MORE_ROWS  # type: ignore[attr-defined]
+    look_up_users(larger, MORE_ROWS)
     batches(larger, 4)
 
     grown = training(ROWS, name)
@@ -96,7 +103,7 @@ def test_training_goes_on_as_if_rows_had_been_added_by_hand(place: Place, name: 
 def live(place: Place, rows: int, last: int, *, finishes: bool = True) -> Training:
     """Train with `rows` rows of users at first, grow the table at batch 4, and go on."""
     trained = training(rows)
-    trained.reader.rows = ROWS  # type: ignore[attr-defined]
+    look_up_users(trained, ROWS)
     with (
         place.agent(),
         checkpointer(trained, place, grow=GROW, when_busy="wait", interval_batches=3) as ckpt,
@@ -174,7 +181,7 @@ def test_the_next_checkpoint_is_a_full_until_one_is_stored(place: Place, policy:
                 place.persist_all()
             else:
                 reject(run.staged_jobs()[0], "StagingError")
-            until(lambda: ckpt.stats.committed + ckpt.stats.failed > batch)  # noqa: B023
+            until(partial(has_outcomes, ckpt, batch + 1))
         ckpt.close(final=False)
     assert kinds(place) == [(1, "full"), (4, "full"), (5, "increment")]
     again = training(MORE_ROWS, seed=9)
@@ -403,11 +410,11 @@ def test_what_cannot_grow_is_refused_by_name_and_stays(case: str) -> None:
         plain.backward(1, 2)
         plain.optimizer.step() if case not in ("shared", "a part") and make is not _adam else None
     prepare(plain)
-    before = plain.weight.detach().clone()
+    weight_before = plain.weight.detach().clone()
     with pytest.raises(SettingsError) as caught:
         plain.grow(**given)
     assert text in str(caught.value) and "users" in str(caught.value)
-    assert torch.equal(plain.weight, before)
+    assert torch.equal(plain.weight, weight_before)
 
 
 def test_other_callers_are_refused_by_name(tmp_path: Any) -> None:
