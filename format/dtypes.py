@@ -8,12 +8,24 @@ from typing import TYPE_CHECKING, Literal, get_args
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["DTYPES", "MAX_DIMS", "Dtype", "array_bytes", "dtype_name", "item_bytes", "torch_dtype"]
+__all__ = [
+    "DTYPES",
+    "FLOAT_DTYPES",
+    "MAX_DIMS",
+    "Dtype",
+    "array_bytes",
+    "dtype_name",
+    "item_bytes",
+    "torch_dtype",
+]
 
 #: The names that safetensors uses. Integers and floats are little-endian.
 Dtype = Literal["F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL"]
 
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
+
+#: The dtypes of values of tables, and of row states that an allocation can go by (format §7).
+FLOAT_DTYPES: tuple[Dtype, ...] = ("F64", "F32", "F16", "BF16")
 
 #: An array with more dimensions is refused everywhere.
 MAX_DIMS = 32

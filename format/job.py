@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self, get_args
 
 from pydantic import FailFast, Field, model_validator
 
-from recpoint.format.dtypes import MAX_DIMS, Dtype, array_bytes, item_bytes
+from recpoint.format.dtypes import FLOAT_DTYPES, MAX_DIMS, Dtype, array_bytes, item_bytes
 from recpoint.format.history import History
 from recpoint.format.manifest import (
     CODE_BITS,
@@ -32,6 +32,7 @@ from recpoint.format.naming import MAX_RANK, job_stem
 from recpoint.format.records import (
     CheckpointRef,
     Generation,
+    HexFloat,
     HexToken,
     Milliseconds,
     Part,
@@ -39,7 +40,16 @@ from recpoint.format.records import (
     Step,
 )
 
-__all__ = ["QUANTIZERS", "Cancel", "Job", "Outcome", "QuantizerName", "Segment", "StagedTable"]
+__all__ = [
+    "QUANTIZERS",
+    "Allocation",
+    "Cancel",
+    "Job",
+    "Outcome",
+    "QuantizerName",
+    "Segment",
+    "StagedTable",
+]
 
 #: The quantizers that a trainer can ask for; with "auto" the agent chooses (format §7).
 QuantizerName = Literal["auto", "asymmetric", "symmetric", "greedy", "refit"]
@@ -65,6 +75,25 @@ class Segment(Part):
         return self
 
 
+class Allocation(Part):
+    """How the agent chooses a width for each row of a table (format §7, allocation).
+
+    `price` is what one bit may cost. A row's importance is `scale` times the mean of its values of
+    the row state with index `state`, values below zero counted as zero.
+    """
+
+    price: HexFloat
+    state: Annotated[int, Field(ge=0, lt=64)]
+    scale: HexFloat
+
+    @model_validator(mode="after")
+    def _positive(self) -> Self:
+        for name in ("price", "scale"):
+            if float.fromhex(getattr(self, name)) <= 0:
+                raise ValueError(f"the {name} of an allocation must be above zero")
+        return self
+
+
 class StagedTable(Part):
     """One table's rows in the slot, and how the agent shall store them.
 
@@ -84,6 +113,7 @@ class StagedTable(Part):
     method: ChosenMethod | None  # quantizes the rows; None: the agent chooses if bits asks for it
     codes: bool  # true: the slot holds the rows as quantized by `method`, not their values
     scattered: Annotated[Literal[True] | None, Field(exclude_if=is_absent)] = None
+    allocation: Annotated[Allocation | None, Field(exclude_if=is_absent)] = None  # None: one width
 
     @model_validator(mode="after")
     def _rows(self) -> Self:
@@ -100,6 +130,24 @@ class StagedTable(Part):
             raise ValueError("staged codes need a method, and fewer bits than the dtype has")
         if self.codes and self.spec.dtype == "F64":
             raise ValueError("a table of F64 cannot be staged as codes")
+        return self
+
+    @model_validator(mode="after")
+    def _allocated(self) -> Self:
+        if self.allocation is None:
+            return self
+        states = self.spec.row_states
+        if self.bits != max(CODE_BITS) or not self.is_quantized:
+            raise ValueError(f"an allocation needs {max(CODE_BITS)} bits, not {self.bits}")
+        if self.codes:
+            raise ValueError("an allocation needs staged values, not codes")
+        if self.allocation.state >= len(states):
+            raise ValueError(
+                f"an allocation by row state {self.allocation.state} of {len(states)} row states"
+            )
+        state = states[self.allocation.state]
+        if state.dtype not in FLOAT_DTYPES:
+            raise ValueError(f"an allocation by the row state {state.name!r:.80} of {state.dtype}")
         return self
 
     @property

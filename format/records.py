@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Annotated, Any, Literal, TypeVar
 
 import crc32c
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+)
 
 from recpoint.errors import DigestMismatch, MalformedObject, UnsupportedVersion
 from recpoint.format.naming import MAX_GENERATION, MAX_STEP
@@ -18,6 +26,7 @@ __all__ = [
     "CheckpointRef",
     "EndRecord",
     "GenerationRecord",
+    "HexFloat",
     "HexToken",
     "Record",
     "RunRecord",
@@ -32,6 +41,19 @@ __all__ = [
 
 MAX_RECORD_BYTES = 64 << 20
 
+
+def _finite(text: str) -> str:
+    try:
+        value = float.fromhex(text)
+    except OverflowError:
+        value = math.inf
+    if not math.isfinite(value) or value.hex() != text:
+        raise ValueError("must be the float.hex() of a finite number")
+    return text
+
+
+#: A finite number, as records have them: the text of its `float.hex()`.
+HexFloat = Annotated[str, Field(max_length=40), AfterValidator(_finite)]
 HexToken = Annotated[str, StringConstraints(pattern=r"\A[0-9a-f]{32}\z")]
 Step = Annotated[int, Field(ge=0, le=MAX_STEP)]
 Generation = Annotated[int, Field(ge=1, le=MAX_GENERATION)]

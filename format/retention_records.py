@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, FailFast, Field
 
 from recpoint.format.naming import EXPIRED_KEY, MAX_PUBLICATION, is_label
-from recpoint.format.records import CheckpointRef, HexToken, Milliseconds, Part, StoredRecord
+from recpoint.format.records import (
+    CheckpointRef,
+    HexFloat,
+    HexToken,
+    Milliseconds,
+    Part,
+    StoredRecord,
+)
 
 __all__ = [
     "MAX_LEASE_SECONDS",
@@ -50,16 +56,6 @@ def _label(name: str) -> str:
 def _manifest(key: str) -> str:
     EXPIRED_KEY.of(key)
     return key
-
-
-def _finite(text: str) -> str:
-    try:
-        value = float.fromhex(text)
-    except OverflowError:
-        value = math.inf
-    if not math.isfinite(value) or value.hex() != text:
-        raise ValueError("must be the float.hex() of a finite number")
-    return text
 
 
 _Label = Annotated[str, Field(max_length=64), AfterValidator(_label)]
@@ -122,7 +118,7 @@ class Metric(StoredRecord):
     format: Literal["recpoint/metric"] = "recpoint/metric"
     checkpoint: CheckpointRef
     name: _Label
-    value: Annotated[str, Field(max_length=40), AfterValidator(_finite)]
+    value: HexFloat
     created_ms: Milliseconds
 
 
