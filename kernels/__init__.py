@@ -10,6 +10,7 @@ Triton is imported on the first call with a tensor on a GPU, never before.
 from __future__ import annotations
 
 from recpoint.kernels import (
+    allocation,
     bit_packing,
     copy_ahead,
     dirty_bitmap,
@@ -25,6 +26,7 @@ from recpoint.kernels import (
 )
 
 __all__ = [
+    "allocation",
     "bit_packing",
     "copy_ahead",
     "dirty_bitmap",

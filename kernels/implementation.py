@@ -22,6 +22,7 @@ __all__ = [
 ]
 
 KERNELS: Final = (
+    "allocation",
     "bit_packing",
     "copy_ahead",
     "dirty_bitmap",
@@ -38,6 +39,7 @@ KERNELS: Final = (
 
 #: The kernels that have no version for a GPU, and the reason.
 _ON_CPU_ONLY: Final = {
+    "allocation": "the agent chooses widths, in host memory",
     "copy_ahead": "rows on a GPU are gathered there in the stall",
     "dirty_rows": "rows on a GPU go through dirty_bitmap and row_gather",
     "erasure": "records of rows and their parity are held in host memory",

@@ -22,6 +22,7 @@ from tests.example_counts import draws_all
 
 #: Modules whose tests compare native kernels with their references: on each instruction set.
 _COMPARED = (
+    "test_allocation",
     "test_bit_packing",
     "test_dirty_bitmap",
     "test_dirty_rows",

@@ -45,6 +45,7 @@ def _on_cuda() -> set[tuple[str | None, str]]:
     """What is told of kernels that have a version for a GPU."""
     found = [found for found in implementations() if found.device == "cuda"]
     on_cpu_only = (
+        "allocation",
         "copy_ahead",
         "dirty_rows",
         "erasure",
