@@ -110,7 +110,7 @@ MARKED: Mapping[str, MarkedPart] = {
     "loops": MarkedPart(200, ("trainer_plugin/",)),
     "plain-demo": MarkedPart(45, ("dashboards/demo", "examples/", "flows/", "trainer_plugin/")),
     "prefect": MarkedPart(100, ("flows/",)),
-    "prometheus": MarkedPart(60, ("dashboards/",)),
+    "prometheus": MarkedPart(160, ("dashboards/",)),
     "ray": MarkedPart(600, ("embeddings/",)),
     "runbook": MarkedPart(200, ("docs/how-to/", "flows/")),
     "site": MarkedPart(120, ("docs/", "mkdocs.yml")),
