@@ -102,6 +102,7 @@ MARKED: Mapping[str, MarkedPart] = {
     "aarch64": MarkedPart(60, ("kernels/",)),
     "accelerate": MarkedPart(40, ("examples/",)),
     "benchmarks": MarkedPart(710, ("benchmarks/",)),
+    "bounds": MarkedPart(100, ("trainer_plugin/loss/",)),
     "browser": MarkedPart(150, ("dashboards/",)),
     "dask": MarkedPart(120, ("flows/", "tasks/")),
     "demo": MarkedPart(500, ("dashboards/demo", "examples/")),
