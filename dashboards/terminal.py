@@ -351,7 +351,9 @@ def _columns_text(spec: TableSpec) -> str:
 
 def precision_text(scheme: str | None, bits: int | None) -> str:
     """Return the precision of a chunk's rows in words."""
-    return "exact" if scheme == "exact" else f"{bits} bit"
+    if scheme == "exact":
+        return "exact"
+    return f"{bits} bit residual" if scheme == "residual" else f"{bits} bit"
 
 
 def quantizer_text(quantizer: Quantizer) -> str:

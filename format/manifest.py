@@ -67,7 +67,7 @@ MAX_CHAIN_LENGTH = 1_000_000
 CODE_BITS = (2, 3, 4, 5, 6, 8)
 
 Kind = Literal["full", "increment"]
-Scheme = Literal["asymmetric", "exact"]
+Scheme = Literal["asymmetric", "exact", "residual"]
 
 Size = Annotated[int, Field(ge=1, le=MAX_DIM)]
 ChainLength = Annotated[int, Field(ge=1, le=MAX_CHAIN_LENGTH)]
@@ -205,7 +205,7 @@ class ChunkEntry(Part):
             raise ValueError("table, rows, bits and scheme are for chunks of rows")
         if first is not None and last is not None and rows is not None and rows > last - first + 1:
             raise ValueError(f"{rows} rows do not fit into ids {first} to {last}")
-        if self.scheme == "asymmetric" and self.bits not in CODE_BITS:
+        if self.scheme not in (None, "exact") and self.bits not in CODE_BITS:
             raise ValueError(f"bits must be one of {', '.join(map(str, CODE_BITS))} for codes")
         return self
 
@@ -222,13 +222,14 @@ def check_parts(ranks: int, servers: int | None) -> None:
 
 
 def check_chunks(
-    chunks: Sequence[ChunkEntry], tables: Sequence[TableSpec], *, ranks: int, parts: int
+    chunks: Sequence[ChunkEntry], tables: Sequence[TableSpec], *, kind: Kind, ranks: int, parts: int
 ) -> list[int]:
     """Check that each chunk is named once, and that its table, part and rows exist.
 
     Args:
         chunks: the chunks of a checkpoint, or of a part of it.
         tables: all tables of the checkpoint.
+        kind: its kind: only increments have residuals.
         ranks: its ranks, which alone have state.
         parts: its ranks and embedding servers.
 
@@ -254,6 +255,8 @@ def check_chunks(
         exact_bits = 8 * item_bytes(table.dtype)
         if chunk.scheme == "exact" and chunk.bits != exact_bits:
             raise ValueError(f"{chunk.key} is exact with {chunk.bits} bits, not {exact_bits}")
+        if chunk.scheme == "residual" and (table.dtype == "F64" or kind == "full"):
+            raise ValueError(f"{chunk.key} has residuals of a {kind}'s table of {table.dtype}")
         if chunk.last_row >= table.rows:
             raise ValueError(f"{chunk.key} has row {chunk.last_row} of {table.rows}")
         rows[chunk.table] += chunk.row_count
@@ -472,6 +475,12 @@ class Manifest(StoredRecord):
         """Bytes of all chunks."""
         return sum(chunk.bytes for chunk in self.chunks)
 
+    @property
+    def needed_base(self) -> CheckpointRef | None:
+        """The full whose rows its residuals are added to; None if it has no residuals."""
+        has_residuals = any(chunk.scheme == "residual" for chunk in self.chunks)
+        return self.base if has_residuals else None
+
     @model_validator(mode="after")
     def _links(self) -> Self:
         check_links(self.kind, self.step, self.base, self.parent, self.chain_length)
@@ -495,7 +504,9 @@ class Manifest(StoredRecord):
     def _contents(self) -> Self:
         check_tables(self.tables)
         check_quantizers(self.quantizers, len(self.tables), self.parts)
-        rows = check_chunks(self.chunks, self.tables, ranks=self.ranks, parts=self.parts)
+        rows = check_chunks(
+            self.chunks, self.tables, kind=self.kind, ranks=self.ranks, parts=self.parts
+        )
         for table, stored in zip(self.tables, rows, strict=True):
             if stored > table.rows or (self.kind == "full" and stored != table.rows):
                 raise ValueError(f"table {table.name!r} has {table.rows} rows, {stored} are stored")

@@ -135,7 +135,9 @@ class RankPart(StoredRecord):
         check_quantizers(self.quantizers, len(specs), self.parts)
         if any(quantizer.rank != self.rank for quantizer in self.quantizers):
             raise ValueError(f"quantizers of other ranks in the part of rank {self.rank}")
-        stored = check_chunks(self.chunks, specs, ranks=self.ranks, parts=self.parts)
+        stored = check_chunks(
+            self.chunks, specs, kind=self.kind, ranks=self.ranks, parts=self.parts
+        )
         prefix = naming.attempt_prefix(self.step, self.generation, self.attempt)
         for chunk in self.chunks:
             if chunk.rank != self.rank or not chunk.key.startswith(prefix):

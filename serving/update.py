@@ -16,7 +16,14 @@ from torch import Tensor
 
 from recpoint.catalog.restore.chain import ChainReading
 from recpoint.catalog.restore.chunks import StoreChunks
-from recpoint.catalog.run.chain import Chain, PassedOver, blamed, check_link, check_with_own
+from recpoint.catalog.run.chain import (
+    Chain,
+    PassedOver,
+    blamed,
+    check_link,
+    check_with_own,
+    needed_beside,
+)
 from recpoint.catalog.run.lineage import Representation
 from recpoint.catalog.run.manifests_ahead import ManifestsAhead
 from recpoint.catalog.run.run import Run
@@ -108,7 +115,8 @@ def find_route(
         start = _start(first, served, base)
         if start is not None:
             passed = tuple(PassedOver(k, f"{type(e).__name__}: {e}") for k, e in errors.items())
-            chain = Chain(manifests=way, passed_over=passed)
+            beside = needed_beside(way, read, avoid)
+            chain = Chain(manifests=way, passed_over=passed, beside=beside)
             return Route(chain=chain, start=start, row_bytes=cost, passed_over=passed)
         assert first.parent is not None
         enter(cost, ManifestName(first.parent.step, first.parent.generation), way)

@@ -59,6 +59,7 @@ class Table:
     state_bits: Literal[16] | None = None  # of staged jobs; what is built here is exact
     state_names: tuple[str, ...] = field(default=())
     columns: Columns | None = None  # of a piece
+    base: Tensor | None = None  # decoded rows of the full: increments store residuals to them
 
     @property
     def rows(self) -> int:
@@ -286,7 +287,8 @@ def _row_chunks(
         if table.bits is None:
             groups = [(of_rank, True)]
         else:
-            refused = quantize.quantize_packed(table.values[of_rank].float(), table.bits).exact
+            rows = _coded(table, of_rank, increment=dirty is not None)
+            refused = quantize.quantize_packed(rows, table.bits).exact
             groups = [(of_rank[~refused], False), (of_rank[refused], True)]
         pieces = [
             (piece, exact)
@@ -298,20 +300,31 @@ def _row_chunks(
             key = row_chunk_key(
                 meta.step, meta.generation, meta.attempt, rank=rank, table=number, number=index
             )
-            yield _row_chunk(about, key, number, table, piece, exact)
+            coded = None if exact else _coded(table, piece, increment=dirty is not None)
+            yield _row_chunk(about, key, number, table, piece, coded)
+
+
+def _coded(table: Table, ids: Tensor, *, increment: bool) -> Tensor:
+    """Return what is quantized of rows, f32 [n, dim]: their residuals, if there is a base."""
+    rows = table.values[ids].float()
+    return rows - table.base[ids].float() if increment and table.base is not None else rows
 
 
 def _row_chunk(
-    meta: ChunkMeta, key: str, number: int, table: Table, ids: Tensor, exact: bool
+    meta: ChunkMeta, key: str, number: int, table: Table, ids: Tensor, rows: Tensor | None
 ) -> tuple[ChunkEntry, bytes]:
+    """Return a chunk of the table's rows `ids`: exactly, or as codes of `rows`, f32 [n, dim]."""
     coded = row_set.encode(ids)
     sections = [tensor_section(f"state.{k}", s[ids]) for k, s in enumerate(table.states)]
-    if exact or table.bits is None:
+    scheme = "asymmetric"
+    if rows is None or table.bits is None:
+        scheme = "exact"
         bits = 8 * item_bytes(table.spec.dtype)
         sections.append(tensor_section("values", table.values[ids]))
     else:
         bits = table.bits
-        packed = quantize.quantize_packed(table.values[ids].float(), bits)
+        scheme = "asymmetric" if torch.equal(rows, table.values[ids].float()) else "residual"
+        packed = quantize.quantize_packed(rows, bits)
         sections.append(tensor_section("codes", packed.packed))
         sections.append(tensor_section("scale", packed.scale))
         sections.append(tensor_section("offset", packed.offset))
@@ -323,7 +336,7 @@ def _row_chunk(
         "table": number,
         "row_count": ids.numel(),
         "bits": bits,
-        "scheme": "exact" if exact else "asymmetric",
+        "scheme": scheme,
     }
     about = {"dim": table.dim, "row_set": {"coding": coded.coding, "first": coded.first}}
     meta = ChunkMeta.model_validate(meta.model_dump() | fields | about)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
-from recpoint.catalog.run.chain import DAMAGE, check_link, check_with_own
+from recpoint.catalog.run.chain import DAMAGE, check_link, check_with_own, needed_beside
 from recpoint.catalog.run.facts import OnStep, unwatched
 from recpoint.catalog.run.lineage import Representation
 from recpoint.catalog.run.run import Run
@@ -99,14 +99,23 @@ class RepresentationGraph:
         good: set[Representation] = set()
         for link, manifest in self.sound():
             reached = manifest.parent is None or any(o in good for o in self._follows[link])
+            base = manifest.needed_base
+            if base is not None:
+                own = Representation(ManifestName(base.step, base.generation))
+                reached = reached and own in good
             if link not in damaged and reached:
                 good.add(link)
         return good
 
     def _before(self, manifest: Manifest | Damage) -> Sequence[Representation]:
+        """Return every representation of the parent, and of the base of residuals."""
         if not isinstance(manifest, Manifest) or manifest.parent is None:
             return ()
-        return self.of(ManifestName(manifest.parent.step, manifest.parent.generation))
+        parents = self.of(ManifestName(manifest.parent.step, manifest.parent.generation))
+        base = manifest.needed_base
+        if base is None or base == manifest.parent:
+            return parents
+        return (*parents, *self.of(ManifestName(base.step, base.generation)))
 
     def _join(self, link: Representation) -> Damage | None:
         """Note which representations `link` follows; return why, if it leads to no full."""
@@ -114,11 +123,11 @@ class RepresentationGraph:
         follows = self._follows[link] = []
         if not isinstance(manifest, Manifest):
             return manifest
-        contradiction = self._contradiction(manifest)
+        contradiction = self._contradiction(manifest) or self._lacks_base(manifest)
         if contradiction is not None or manifest.parent is None:
             return contradiction
         first: Damage | None = None
-        for parent_name in self._before(manifest):
+        for parent_name in self.of(ManifestName(manifest.parent.step, manifest.parent.generation)):
             parent = self.read(parent_name)
             try:
                 if not isinstance(parent, Manifest):
@@ -141,15 +150,22 @@ class RepresentationGraph:
 
     def _contradiction(self, manifest: Manifest) -> ChainError | None:
         """Return how a consolidated manifest contradicts the own one (format §4, invariant 6)."""
-
-        def read(representation: Representation) -> Manifest:
-            manifest = self.read(representation)
-            if not isinstance(manifest, Manifest):
-                raise manifest
-            return manifest
-
         try:
-            check_with_own(manifest, read)
+            check_with_own(manifest, self._read_good)
         except ChainError as error:
             return error
         return None
+
+    def _lacks_base(self, manifest: Manifest) -> Damage | None:
+        """Return why the rows are not there that residuals are added to (format §3.7)."""
+        try:
+            needed_beside([manifest], self._read_good)
+        except DAMAGE as error:
+            return error
+        return None
+
+    def _read_good(self, representation: Representation) -> Manifest:
+        manifest = self.read(representation)
+        if not isinstance(manifest, Manifest):
+            raise manifest
+        return manifest

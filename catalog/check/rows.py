@@ -16,6 +16,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
+from recpoint.catalog.restore.base_rows import BaseRows, base_entries, decoded_values, sum_of
 from recpoint.catalog.restore.chunks import ChunkSource, StoredRows, read_chunk, read_rows
 from recpoint.catalog.restore.rows import RowCoverage, SeenRows
 from recpoint.catalog.run.lineage import Representation
@@ -68,6 +69,7 @@ class DecodedRows:
         offset: f32 [n]; None if the rows are stored exactly.
         symmetric: whether the method may have been `symmetric`, which has a larger error.
         narrow: for each row state, whether it is stored as BF16.
+        base: the rows that residuals were added to, [n, dim]; None if the rows are no residuals.
     """
 
     values: Tensor
@@ -77,6 +79,7 @@ class DecodedRows:
     offset: Tensor | None
     symmetric: bool
     narrow: tuple[bool, ...]
+    base: Tensor | None = None
 
     def __getitem__(self, positions: Tensor) -> DecodedRows:
         """Return the rows at `positions`, int64 [m]."""
@@ -88,6 +91,7 @@ class DecodedRows:
             offset=None if self.offset is None else self.offset[positions],
             symmetric=self.symmetric,
             narrow=self.narrow,
+            base=None if self.base is None else self.base[positions],
         )
 
 
@@ -128,23 +132,33 @@ def _quantized(
     spec: TableSpec, values: Tensor, stored: DecodedRows, scale: Tensor, offset: Tensor
 ) -> Compared:
     x, decoded = values.double(), stored.values.double()
+    trained = values
+    if stored.base is not None:  # the bound is of residuals (format §3.7)
+        values = values.to(torch.float32) - stored.base.to(torch.float32)
+        x, decoded = values.double(), decoded - stored.base.double()
     step, low = scale.double()[:, None], offset.double()[:, None]
     span = step * (2**stored.bits - 1)
     # The nearest code is at most half a step away, or at the end if the value lies beyond the end.
     beyond = torch.maximum(low - x, x - (low + span)).clamp(min=0.0)
     slack = _ROUNDINGS * torch.maximum(torch.maximum(x.abs(), low.abs()), span)
+    if stored.base is not None:
+        sums = torch.maximum(x.abs(), stored.values.double().abs())
+        slack = slack + 2 * 2.0**-24 * torch.maximum(sums, trained.double().abs())
     if spec.dtype in _HALF_UNITS:
         relative, least = _HALF_UNITS[spec.dtype]
-        slack = slack + (relative * 1.01 * decoded.abs()).clamp(min=least)
+        slack = slack + (relative * 1.01 * stored.values.double().abs()).clamp(min=least)
     bound = torch.maximum(step / 2, beyond) + slack
     error = (decoded - x).abs()
     differences = [
-        _value_difference(int(row), values, stored.values, error, bound)
+        _value_difference(int(row), trained, stored.values, error, bound)
         for row in torch.nonzero(~(error <= bound).all(dim=1)).flatten()
     ]
-    # A constant row (scale 0) must be restored bit for bit.
+    # A constant row (scale 0) must be restored bit for bit; a constant residual is added once.
     constant = torch.nonzero(scale == 0).flatten()
-    for difference in _bits_differ("values", values[constant], stored.values[constant]):
+    expected = trained[constant]
+    if stored.base is not None:
+        expected = sum_of(stored.base[constant], values[constant])
+    for difference in _bits_differ("values", expected, stored.values[constant]):
         differences.append(difference._replace(position=int(constant[difference.position])))
     of_rows = error.square().sum(dim=1).sqrt()
     most = _plain_error(values, stored) * (1 + _SUMS) + slack.square().sum(dim=1).sqrt()
@@ -376,6 +390,7 @@ class RowValidation:
         table: index of the table in each of them.
         samples: the trainer's sample of the table for each link, if there is one.
         whole: whether the links are a whole chain, which holds every row.
+        base: the full that residuals are added to.
 
     Attributes:
         rows_compared: number of sampled rows that were found and compared.
@@ -391,7 +406,10 @@ class RowValidation:
         samples: Sequence[Sampled | None],
         *,
         whole: bool,
+        base: Manifest,
     ) -> None:
+        self._base_manifest = base
+        self._base = BaseRows(base, table, range(base.tables[table].rows))
         self._source = source
         self._links = links
         self._table = table
@@ -419,7 +437,10 @@ class RowValidation:
             StoreError: a chunk could not be read.
         """
         good = True
-        for number in range(len(self._links)):
+        for error in self._read_base(reads, on_chunk):
+            good = False
+            yield error
+        for number in range(len(self._links) if good else 0):
             for unequal in self._look_at_link(reads, number, on_chunk):
                 good = False
                 yield unequal
@@ -433,6 +454,25 @@ class RowValidation:
                 values=f"{self._sums[0]:016x}",
                 row_states=tuple(f"{value:016x}" for value in self._sums[1:]),
             )
+
+    def _read_base(
+        self, reads: ReadScheduler, on_chunk: Callable[[ChunkEntry], None]
+    ) -> Iterator[FormatError | ObjectNotFound]:
+        """Read the rows that residuals are added to, if there are any; yield damage."""
+        entries = [entry for link in self._links for entry in link.chunks]
+        if not any(e.scheme == "residual" and e.table == self._table for e in entries):
+            return
+        base = self._base_manifest
+        needed_entries = base_entries(base, self._table, range(self._spec.rows))
+        for entry, outcome in reads.in_order(
+            needed_entries, lambda entry: read_rows(self._source, base, entry)
+        ):
+            try:
+                self._base.add(outcome.result())
+            except (FormatError, ObjectNotFound) as error:
+                yield error
+            else:
+                on_chunk(entry)
 
     def _look_at_link(
         self,
@@ -479,7 +519,7 @@ class RowValidation:
     def _read(self, link: Manifest, entry: ChunkEntry) -> _Read:
         stored = read_rows(self._source, link, entry)
         try:
-            return _Read(stored.rows, _decoded(stored, self._spec, link, entry))
+            return _Read(stored.rows, _decoded(stored, self._spec, link, entry, self._base))
         except ValueError as error:
             raise MalformedObject(
                 entry.key,
@@ -564,12 +604,18 @@ class _OwnDigests:
                 yield Unequal(None, label, f"{computed:016x}", f"{expected:016x}", "")
 
 
-def _decoded(stored: StoredRows, spec: TableSpec, link: Manifest, entry: ChunkEntry) -> DecodedRows:
-    values, scale, offset = stored.values, None, None
-    if stored.scheme != "exact":
-        scale, offset = stored.scale, stored.offset
-        rows = quantize.dequantize_packed(values, scale, offset, dim=spec.dim, bits=stored.bits)
-        values = rows.to(torch_dtype(spec.dtype))  # rounds, format §3.2
+def _decoded(
+    stored: StoredRows, spec: TableSpec, link: Manifest, entry: ChunkEntry, base: BaseRows
+) -> DecodedRows:
+    is_exact = stored.scheme == "exact"
+    base_values = None
+    if stored.scheme == "residual":
+        rows = stored.rows
+        ids = torch.arange(rows.start, rows.stop, device="cpu") if isinstance(rows, range) else rows
+        base_values = base.values_of(ids)
+        values = sum_of(base_values, base.residuals(stored))
+    else:
+        values = decoded_values(stored, spec)
     states = zip(spec.row_states, stored.row_states, strict=True)
     # A consolidated manifest names only the newest method; its older rows may have any method.
     quantizers = link.quantizers if link.stands_for is None else ()
@@ -578,11 +624,12 @@ def _decoded(stored: StoredRows, spec: TableSpec, link: Manifest, entry: ChunkEn
         values=values,
         row_states=tuple(part.to(torch_dtype(state.dtype)) for state, part in states),
         bits=stored.bits,
-        scale=scale,
-        offset=offset,
+        scale=None if is_exact else stored.scale,
+        offset=None if is_exact else stored.offset,
         symmetric=methods.get((entry.table or 0, entry.rank), "symmetric") == "symmetric",
         narrow=tuple(
             part.dtype != torch_dtype(state.dtype)
             for state, part in zip(spec.row_states, stored.row_states, strict=True)
         ),
+        base=base_values,
     )

@@ -251,6 +251,7 @@ class ChainValidation:
                 table,
                 [of_link.get(table) for of_link in samples],
                 whole=self._level == "full",
+                base=self._chain.base,
             )
             for unequal in rows.find_unequal(reads, self._account):
                 if isinstance(unequal, Unequal):

@@ -85,7 +85,7 @@ def choose_consolidation(
             reason=f"{whole.reason}, but no merge is sure to have a manifest that readers accept: "
             f"that of a full may have {size_bytes:,} bytes of {records.MAX_RECORD_BYTES:,}",
         )
-    if best is None or best.sizes.into_full:
+    if best is None or best.sizes is whole.merges[-1]:
         return whole
     part = plan_merge_of(run, chain, links=best.sizes.merged, triggers=triggers)
     # The whole chain has reached a trigger, even if these links alone have not.
@@ -111,7 +111,7 @@ def weigh(
     that was reached. Its savings are those known without reading chunks (`LiveRows`).
 
     Args:
-        merges: from `merge_sizes`; the last is into a full.
+        merges: from `merge_sizes`; the last is into a full, or of all increments.
         triggers: the thresholds at which it pays; before one is reached no merge has a cost.
     """
     if not merges:
@@ -121,12 +121,12 @@ def weigh(
     too_long, too_large = "links" in reached, bool(reached.keys() - {"links"})
     weighed = []
     for merge in merges:
-        why_not, shares = "", [1.0] * merge.into_full
+        why_not, shares = "", [1.0] * (merge is whole)
         if not reached:
             why_not = "no trigger is reached"
         elif merge.may_be_too_large:
             why_not = "may have too large a manifest"
-        elif not merge.into_full:
+        elif merge is not whole:
             if too_long:
                 shares.append((merge.links_before - merge.links_after) / (merge.links_before - 1))
                 if merge.links_after - 1 > (triggers.links - 1) * _LEFT:
@@ -160,7 +160,7 @@ def _leaves_much(merge: MergeSizes, whole: MergeSizes, triggers: ConsolidationTr
     """Tell whether a restore may afterwards be past half of the way to a trigger."""
     ratio = merge.restore_bytes_after / max(1, whole.restore_bytes_after)
     rows = merge.restore_rows_after
-    dead_share = (rows - whole.write_rows) / max(1, rows)
+    dead_share = (rows - whole.restore_rows_after) / max(1, rows)
     return (
         ratio - 1 > (triggers.restore_ratio - 1) * _LEFT or dead_share > triggers.dead_share * _LEFT
     )

@@ -73,9 +73,13 @@ class MergeSizes:
 def merge_sizes(manifests: Sequence[Manifest]) -> tuple[MergeSizes, ...]:
     """Return all merges of a chain: of its two newest manifests, the three newest, … all of them.
 
+    Residuals are not merged into a full (format §6.8, consolidation order, rule 1): if there are
+    any, the last merge is of all increments.
+
     Args:
         manifests: the manifests of the chain, oldest first; a full alone allows no merge.
     """
+    has_residuals = any(manifest.needed_base is not None for manifest in manifests)
     specs = manifests[-1].tables
     state = sum(entry.bytes for entry in manifests[-1].chunks if entry.table is None)
     sizes = [_stored(manifest) for manifest in manifests]
@@ -97,7 +101,7 @@ def merge_sizes(manifests: Sequence[Manifest]) -> tuple[MergeSizes, ...]:
             written = live.most
         else:
             written = _as_a_full(manifests, specs)
-        if merged > 1:
+        if merged > 1 and not (has_residuals and merged == len(manifests)):
             sizes_of_merges.append(
                 MergeSizes(
                     merged=merged,

@@ -51,7 +51,7 @@ class _SourceTable:
 
     def most_chunks(self, rows: int) -> int:
         """Return the most chunks of a table of so many rows in the merge."""
-        kinds = sum(_PARAMETER_DTYPES if "asymmetric" in kind else 1 for kind in self.kinds)
+        kinds = sum(1 if "exact" in kind else _PARAMETER_DTYPES for kind in self.kinds)
         size_bytes = min(self.size_bytes, rows * self.row_bytes)
         # A chunk that is full has room for less than one row.
         full = size_bytes // max(1, plan.CHUNK_BYTES - self.row_bytes)

@@ -83,7 +83,7 @@ def read_moved(source: ChunkSource, manifest: Manifest, entry: ChunkEntry) -> Mo
     if entry.table is None or entry.scheme is None or entry.bits is None:
         raise ValueError(f"{entry.key} is not a row chunk")
     spec, sections = manifest.tables[entry.table], chunk.sections
-    quantized = entry.scheme == "asymmetric"
+    quantized = entry.scheme != "exact"
     if quantized:
         for name in ("scale", "offset"):
             row_parameter(sections[name], entry)  # checks that all parameters are finite

@@ -194,7 +194,8 @@ def plan_consolidation(
         run: the run.
         name: the checkpoint.
         links: merge the newest `links` manifests of its chain into one increment; None, or as many
-            as the chain has or more: merge the whole chain into a full.
+            as the chain has or more: merge the whole chain into a full, or, if there are residuals,
+            all increments into one.
         triggers: the thresholds at which it pays; None: the defaults.
         avoid: manifests not to use, because they name chunks that were found damaged; a plan does
             not read chunks.
@@ -248,13 +249,16 @@ def plan_merge_of(
     name = ManifestName(newest.step, newest.generation)
     merges = merge_sizes(manifests)
     if not merges:
+        stored_bytes = sum(manifest.stored_bytes for manifest in manifests)
         return ConsolidationPlan(
             target=Representation(name, "full"),
-            links_before=1,
-            links_after=1,
-            restore_bytes_before=newest.stored_bytes,
-            restore_bytes_after=newest.stored_bytes,
-            reason="a full restores it already",
+            links_before=len(manifests),
+            links_after=len(manifests),
+            restore_bytes_before=stored_bytes,
+            restore_bytes_after=stored_bytes,
+            reason="a full restores it already"
+            if len(manifests) == 1
+            else "one increment of residuals, which are not merged into a full, restores it",
             passed_over=chain.passed_over,
         )
     sizes = merges[-1 if links is None or links >= len(manifests) else links - 2]

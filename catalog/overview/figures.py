@@ -357,7 +357,7 @@ def restore_estimate(chain: Chain, bytes_per_second: float | None) -> RestoreEst
     newest = chain.newest
     total = sum(
         chunk.bytes
-        for link in chain.manifests
+        for link in chain.all_manifests
         for chunk in link.chunks
         if chunk.content == "rows" or (chunk.content == "state" and link is newest)
     )
@@ -365,7 +365,7 @@ def restore_estimate(chain: Chain, bytes_per_second: float | None) -> RestoreEst
         step=newest.step,
         generation=newest.generation,
         chain_length=newest.links.chain_length,
-        manifests_to_read=len(chain.manifests),
+        manifests_to_read=len(chain.all_manifests),
         bytes_to_read=total,
         seconds=None if bytes_per_second is None else total / bytes_per_second,
         bytes_per_second=bytes_per_second,

@@ -527,4 +527,4 @@ def _seconds_until(
 
 
 def _chain_forms(chain: Chain) -> list[Representation]:
-    return [Representation.of(link) for link in chain.manifests]
+    return [Representation.of(link) for link in chain.all_manifests]

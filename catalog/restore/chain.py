@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
+from torch import Tensor
 
+from recpoint.catalog.restore.base_rows import BaseRows, base_entries
 from recpoint.catalog.restore.chunks import (
     ChunkSource,
     ReadBuffers,
@@ -34,7 +36,10 @@ __all__ = ["ChainReading"]
 
 
 class WantedChunk(NamedTuple):
-    """A chunk to read, and its place in the chain; `link` 0 is the newest checkpoint."""
+    """A chunk to read, and its place in the chain; `link` 0 is the newest checkpoint.
+
+    Chunks of the base, whose rows are read for the residuals of the chain, have the link `BASE`.
+    """
 
     manifest: Manifest
     entry: ChunkEntry
@@ -47,6 +52,10 @@ class WantedChunk(NamedTuple):
     def memory_bytes(self) -> int:
         """Memory of the chunk after it is read, row ids included."""
         return self.entry.bytes + 8 * (self.entry.row_count or 0)
+
+
+#: The link of chunks that are read for the residuals of newer links; these come first.
+BASE: Final = -1
 
 
 class ChainRows:
@@ -67,6 +76,15 @@ class ChainRows:
         self._sink = sink
         self._wanted_rows = range(self._spec.rows) if sink.wanted is None else sink.wanted
         self._links = _links(chain, table, self._spec.rows, self._wanted_rows)
+        self._residual_chunks = sum(
+            entry.scheme == "residual" for _, entries in self._links for entry in entries
+        )
+        self._base_manifest = chain.base
+        self._base: BaseRows | None = None
+        self._base_entries: list[ChunkEntry] = []
+        if self._residual_chunks:
+            self._base = BaseRows(chain.base, table, self._wanted_rows)
+            self._base_entries = base_entries(chain.base, table, self._wanted_rows)
         self._full = chain.manifests[0]
         self._from_full = self._full.kind == "full"
         self._brought = 0
@@ -78,10 +96,13 @@ class ChainRows:
     @property
     def bytes(self) -> int:
         """Most bytes to read, according to the manifests."""
-        return sum(entry.bytes for _, entries in self._links for entry in entries)
+        of_links = sum(entry.bytes for _, entries in self._links for entry in entries)
+        return of_links + sum(entry.bytes for entry in self._base_entries)
 
     def chunks(self) -> Iterator[WantedChunk]:
         """Yield the chunks to read, in order; leaves out chunks that `take` found not needed."""
+        for entry in self._base_entries:
+            yield WantedChunk(self._base_manifest, entry, self, BASE, False, True)
         newer = 0  # rows in the newer checkpoints; a row in several of them counts several times
         for link, (manifest, entries) in enumerate(self._links):
             needed = newer < len(self._wanted_rows)
@@ -104,6 +125,10 @@ class ChainRows:
         Raises:
             MalformedObject: a row is in two chunks of one checkpoint.
         """
+        if chunk.link == BASE:
+            if self._base is not None:
+                self._base.add(stored)
+            return
         manifest, entries = self._links[chunk.link]
         if self._coverage is None:
             counts = [entry.row_count or 0 for entry in entries]
@@ -124,12 +149,26 @@ class ChainRows:
         if chunk.is_last:
             self._coverage.finish(key=Representation.of(manifest).key, table=self._spec.name)
             self._coverage = None
+        if stored.scheme == "residual":
+            self._put_residuals(stored, positions)
+        else:
+            self._put(stored, positions)
+        if manifest.kind == "increment":
+            self._sink.mark(stored.rows)
+        if not self._residual_chunks or (chunk.is_last and chunk.link == self._complete_at):
+            self._base = None  # frees its memory
+
+    def _put(self, stored: StoredRows, positions: Tensor | None) -> None:
         if isinstance(self._sink, TableTarget):
             place(stored, positions, self._sink)
         else:
             self._sink.take(stored, positions)
-        if manifest.kind == "increment":
-            self._sink.mark(stored.rows)
+
+    def _put_residuals(self, stored: StoredRows, positions: Tensor | None) -> None:
+        assert self._base is not None  # a chunk of residuals was counted
+        for rows in self._base.restored(stored, positions):
+            self._put(rows, None)
+        self._residual_chunks -= 1
 
     def finish(self) -> None:
         """Check, after the last chunk, that every row has come.
@@ -186,7 +225,7 @@ class ChainReading:
     Args:
         source: where the chunks are read from.
         chain: the chain to read. Its first manifest is a full, or an increment whose parent the
-            target already holds in every row.
+            target already holds in every row. If there are residuals, it names their base.
         damaged: errors of chunks by key, known from other chains of the run; new ones are added.
         on_progress: called with bytes read so far and bytes to read, in the thread of `run`.
 
@@ -247,7 +286,7 @@ class ChainReading:
         for missing in look_at_stored(self._source, self._chain):
             if missing.entry.content != "sample":  # a restore does not need samples
                 raise missing.error
-        for manifest in self._chain.manifests:
+        for manifest in self._chain.all_manifests:
             for entry in manifest.chunks:
                 if entry.key in self._damaged:
                     raise self._damaged[entry.key]

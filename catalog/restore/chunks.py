@@ -143,7 +143,7 @@ class StoredRows:
 
     Attributes:
         rows: ids, int64 [n], ascending, without duplicates, each in the table; or a range.
-        scheme: `"exact"` or `"asymmetric"`.
+        scheme: `"exact"`, `"asymmetric"`, or `"residual"`: codes of rows less those of the base.
         bits: bits of a code; for scheme exact, bits of a value.
         values: for scheme exact [n, dim] of the table's dtype, else packed codes
             u8 [n, ceil(dim·bits/8)].
@@ -384,11 +384,12 @@ class Missing(NamedTuple):
 def _needed(chain: Chain) -> list[tuple[Manifest, ChunkEntry]]:
     """Return the chunks that a restore or validation of a chain reads.
 
-    These are the rows of all checkpoints, and the state and samples of the newest.
+    These are the rows of all checkpoints, of a base beside the chain too, and the state and samples
+    of the newest.
     """
     return [
         (manifest, entry)
-        for manifest in chain.manifests
+        for manifest in chain.all_manifests
         for entry in manifest.chunks
         if entry.content == "rows" or manifest is chain.newest
     ]

@@ -21,6 +21,7 @@ __all__ = [
     "check_link",
     "check_with_own",
     "has_chunk_of",
+    "needed_beside",
     "read_with_chain",
     "resolve_chain",
 ]
@@ -53,15 +54,27 @@ class Chain:
     Attributes:
         manifests: one representation of each checkpoint, the full first.
         passed_over: damaged representations that this chain does without.
+        beside: the full that residuals are added to, if it is not in `manifests` (format §3.7).
     """
 
     manifests: tuple[Manifest, ...]
     passed_over: tuple[PassedOver, ...] = ()
+    beside: Manifest | None = None
 
     @property
     def full(self) -> Manifest:
         """The full with which the chain starts."""
         return self.manifests[0]
+
+    @property
+    def base(self) -> Manifest:
+        """The full that residuals are added to."""
+        return self.beside or self.manifests[0]
+
+    @property
+    def all_manifests(self) -> tuple[Manifest, ...]:
+        """The manifests of the chain, after the full that is beside it, if there is any."""
+        return self.manifests if self.beside is None else (self.beside, *self.manifests)
 
     @property
     def newest(self) -> Manifest:
@@ -164,7 +177,7 @@ def read_with_chain(
 
 def blamed(chain: Chain, error: RecpointError) -> str | None:
     """Return the key of the manifest of `chain` that `error` is about, or that names its chunk."""
-    for manifest in chain.manifests:
+    for manifest in chain.all_manifests:
         key = Representation.of(manifest).key
         if key in error.subject or has_chunk_of(manifest, error):
             return key
@@ -215,6 +228,7 @@ class _Walk:
                     return Chain(
                         manifests=tuple(reversed(newest_first)),
                         passed_over=tuple(PassedOver.of(*pair) for pair in errors.items()),
+                        beside=needed_beside(newest_first, self._read_own, self._avoid),
                     )
                 parent = ManifestName(found.parent.step, found.parent.generation)
                 choices.append(iter(_choices(parent, there)))
@@ -243,6 +257,51 @@ class _Walk:
             raise _missing(child, choice.key, "no manifest") from error
         check_link(child, found)
         return found
+
+
+def needed_beside(
+    manifests: Collection[Manifest],
+    read: Callable[[Representation], Manifest],
+    avoid: Collection[str] = (),
+) -> Manifest | None:
+    """Return the full that residuals of a chain are added to, if it is not in the chain itself.
+
+    Args:
+        manifests: the manifests of a chain, or of the newer part of one, in any order.
+        read: reads a manifest.
+        avoid: keys of manifests not to use.
+
+    Raises:
+        ObjectNotFound, MissingLink: it is gone, or another attempt is in its place.
+        FormatError: it is damaged.
+        ChainError: it contradicts the chain.
+    """
+    child = next((manifest for manifest in manifests if manifest.needed_base is not None), None)
+    if child is None or any(manifest.ref == child.base for manifest in manifests):
+        return None
+    base = child.base
+    assert base is not None  # an increment has one
+    key = MANIFEST_KEY.of(base.step, base.generation)
+    if key in avoid:
+        raise _missing_base(child, key, "a full whose chunks are damaged")
+    try:
+        full = read(Representation(ManifestName(base.step, base.generation)))
+    except ObjectNotFound as error:
+        raise _missing_base(child, key, "no manifest") from error
+    if full.ref != base or full.kind != "full":
+        raise _missing_base(child, key, f"a checkpoint of kind {full.kind}, attempt {full.attempt}")
+    if (full.tables, full.ranks) != (child.tables, child.ranks):
+        raise _broken(child, "other tables or ranks than its base's", "the same in the whole chain")
+    return full
+
+
+def _missing_base(child: Manifest, key: str, found: str) -> MissingLink:
+    return MissingLink(
+        key,
+        found=found,
+        expected=f"{child.base}, the full to whose rows {child.ref} adds residuals",
+        next_step=_NEXT_STEP,
+    )
 
 
 def _choices(name: ManifestName, there: _There) -> Sequence[Representation]:

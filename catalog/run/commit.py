@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from recpoint.catalog.run.chain import check_link
+from recpoint.catalog.run.chain import check_link, needed_beside
 from recpoint.catalog.run.lineage import Representation, next_step_of_lost
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.run.run_record import read_run_record
@@ -177,6 +177,7 @@ def _check_parent(run: Run, manifest: Manifest) -> None:
             next_step="let the trainer write a full checkpoint",
         ) from error
     check_link(manifest, found)
+    needed_beside([manifest], run.read_manifest)  # raises if the base of residuals is gone
 
 
 def _is_there(run: Run, manifest: Manifest) -> bool:

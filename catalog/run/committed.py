@@ -52,4 +52,4 @@ def _links_to_read(run: Run, manifest: Manifest) -> int:
         chain = resolve_chain(run, ManifestName(manifest.step, manifest.generation))
     except (ChainError, FormatError, ObjectNotFound):
         return as_taken  # the checkpoint is committed anyway; a check finds what is wrong
-    return len(chain.manifests)
+    return len(chain.all_manifests)

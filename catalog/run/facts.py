@@ -146,4 +146,5 @@ def _stored(
         whole=usable and "rows" not in missing,
         base=None if base is None else ManifestName(base.step, base.generation),
         state_whole="state" not in missing,
+        base_attempt="" if manifest.needed_base is None else manifest.needed_base.attempt,
     )

@@ -82,7 +82,7 @@ class Going:
             StoreError: the store does not say whether a manifest is gone.
         """
         own_keys = self._manifests.intersection(
-            Representation.of(manifest).key for manifest in chain.manifests
+            Representation.of(manifest).key for manifest in chain.all_manifests
         )
         if not own_keys:
             return

@@ -32,6 +32,8 @@ class StoredManifest(NamedTuple):
         base: the full with which its chain starts; None for a full.
         state_whole: all its state chunks are stored too. Only a restore of this checkpoint itself
             reads them.
+        base_attempt: the attempt of `base`, if rows of it are needed for residuals (format §3.7),
+            whichever way the chain goes; else empty.
     """
 
     key: str
@@ -45,6 +47,7 @@ class StoredManifest(NamedTuple):
     whole: bool
     base: ManifestName | None = None
     state_whole: bool = True
+    base_attempt: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,7 +187,7 @@ class Representations:
                 pending.extend(self.before(manifest))
 
     def before(self, manifest: StoredManifest) -> Sequence[ManifestName]:
-        """Return the checkpoints that a manifest needs: its parent.
+        """Return the checkpoints that a manifest needs: its parent, and the base of residuals.
 
         If the parent's manifests are lost, these are all checkpoints that may have been before the
         parent in the chain. Once the parent's manifest is put back, some are needed again, and only
@@ -194,7 +197,7 @@ class Representations:
         if last is None:
             return ()
         if first is None or last in self._of:
-            return (last,)
+            return (last, first) if first and manifest.base_attempt else (last,)
         return tuple(
             name
             for name in self._of
@@ -209,8 +212,10 @@ class Representations:
         """Say whether all rows of its chain are stored; its children need nothing else of it."""
         if manifest.parent is None or not manifest.whole:
             return manifest.whole
-        parent_key = (manifest.parent, manifest.parent_attempt)
-        return manifest.parent < manifest.name and parent_key in self._readable
+        needed_keys = {(manifest.parent, manifest.parent_attempt)}
+        if manifest.base is not None and manifest.base_attempt:
+            needed_keys.add((manifest.base, manifest.base_attempt))
+        return manifest.parent < manifest.name and needed_keys <= self._readable
 
 
 def _cost(manifest: StoredManifest) -> tuple[int, str]:

@@ -214,6 +214,6 @@ class Doubts:
                 chain = resolve_chain(self._run, name, original=original)
             except (FormatError, ChainError, ObjectNotFound):
                 continue  # a restore will find out what is wrong
-            links = (ManifestName(link.step, link.generation) for link in chain.manifests)
+            links = (ManifestName(link.step, link.generation) for link in chain.all_manifests)
             return next((link for link in links if link in self._failed), None)
         return None

@@ -1,0 +1,174 @@
+"""Adds residuals to the rows of the full that they are stored against (format §3.7).
+
+The codes of the full's rows stay in memory, for one table or part of it, until its residuals are
+decoded: for rows of 2 to 4 bits that is about a tenth of the rows' memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from recpoint.catalog.restore.chunks import StoredRows
+from recpoint.catalog.run.lineage import Representation
+from recpoint.errors import MalformedObject
+from recpoint.format.dtypes import item_bytes, torch_dtype
+from recpoint.format.manifest import ChunkEntry, Manifest, TableSpec
+from recpoint.kernels import quantize
+
+__all__ = ["BaseRows", "base_entries", "decoded_values", "sum_of"]
+
+#: Decoded bytes at once: few enough to fit the caches and to bound the memory.
+_PASS_BYTES: Final = 8 << 20
+
+
+def base_entries(base: Manifest, table: int, wanted_rows: range) -> list[ChunkEntry]:
+    """Return the chunks of a full that may hold wanted rows of a table, in the manifest's order."""
+    return [
+        entry
+        for entry in base.chunks
+        if entry.table == table
+        and entry.first_row is not None
+        and entry.last_row is not None
+        and entry.first_row < wanted_rows.stop
+        and entry.last_row >= wanted_rows.start
+    ]
+
+
+def decoded_values(stored: StoredRows, spec: TableSpec) -> Tensor:
+    """Return rows that are no residuals, [n, dim] of the table's dtype (format §3.2)."""
+    if stored.scheme == "exact":
+        return stored.values
+    rows = quantize.dequantize_packed(
+        stored.values, stored.scale, stored.offset, dim=spec.dim, bits=stored.bits
+    )
+    return rows.to(torch_dtype(spec.dtype))  # rounds
+
+
+def sum_of(base: Tensor, residuals: Tensor) -> Tensor:
+    """Return base rows plus decoded residuals, f32 [n, dim], rounded to the dtype of `base`."""
+    return (base.to(torch.float32) + residuals).to(base.dtype)
+
+
+class BaseRows:
+    """Rows of one table as the base of a chain has them, for the residuals of the chain.
+
+    Args:
+        base: the full's own manifest.
+        table: index of the table.
+        wanted_rows: rows that may be asked for; ids are counted from its start.
+    """
+
+    def __init__(self, base: Manifest, table: int, wanted_rows: range) -> None:
+        self._base = base
+        self._spec = base.tables[table]
+        self._wanted_rows = wanted_rows
+        self._parts: list[StoredRows] = []
+
+    def add(self, stored: StoredRows) -> None:
+        """Keep the values of one of the full's chunks; its memory may be used again."""
+        part = stored.within(self._wanted_rows)
+        if not len(part.rows):
+            return
+        ids = part.rows if isinstance(part.rows, range) else part.rows.clone()
+        values, scale, offset = (t.clone() for t in (part.values, part.scale, part.offset))
+        self._parts.append(
+            replace(part, rows=ids, values=values, scale=scale, offset=offset, row_states=())
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the rows in memory."""
+        kept = (t for part in self._parts for t in (part.values, part.scale, part.offset))
+        return sum(tensor.nbytes for tensor in kept)
+
+    def values_of(self, ids: Tensor) -> Tensor:
+        """Return rows decoded: [n, dim], of the table's dtype.
+
+        Args:
+            ids: int64 [n], ascending, without duplicates, counted from `wanted_rows.start`.
+
+        Raises:
+            MalformedObject: the full lacks a row.
+        """
+        shape = (ids.numel(), self._spec.dim)
+        values = torch.empty(shape, dtype=torch_dtype(self._spec.dtype), device="cpu")
+        rows_added = 0
+        for part in self._parts:
+            span = torch.tensor([int(part.rows[0]), int(part.rows[-1]) + 1], device="cpu")
+            first, stop = torch.searchsorted(ids, span).tolist()
+            if first == stop:
+                continue
+            positions, is_in_part = _positions(part.rows, ids[first:stop])
+            rows = decoded_values(_chosen(part, positions), self._spec)
+            values[first:stop][is_in_part] = rows
+            rows_added += len(rows)
+        if rows_added != ids.numel():
+            raise MalformedObject(
+                Representation.of(self._base).key,
+                found=f"{rows_added} of {ids.numel()} rows of table {self._spec.name!r:.80}",
+                expected="each row that a residual is stored of",
+                next_step="restore an older checkpoint: recpoint list URL",
+            )
+        return values
+
+    def restored(self, stored: StoredRows, positions: Tensor | None) -> Iterator[StoredRows]:
+        """Yield residuals as rows of scheme `exact`, a few MiB at a time, in their order.
+
+        Args:
+            stored: a chunk of residuals; ids counted from `wanted_rows.start`.
+            positions: positions of the rows in the chunk, int64 [m], ascending; None: all.
+        """
+        count = len(stored.rows) if positions is None else positions.numel()
+        rows_each = max(1, _PASS_BYTES // (self._spec.dim * 4))
+        for first in range(0, count, rows_each):
+            stop = min(first + rows_each, count)
+            chosen = (
+                torch.arange(first, stop, device="cpu")
+                if positions is None
+                else positions[first:stop]
+            )
+            rows = _chosen(stored, chosen)
+            assert isinstance(rows.rows, Tensor)  # chosen by positions
+            values = sum_of(self.values_of(rows.rows), self.residuals(rows))
+            yield replace(
+                rows,
+                scheme="exact",
+                bits=8 * item_bytes(self._spec.dtype),
+                values=values,
+                scale=values.new_empty(0, dtype=torch.float32),
+                offset=values.new_empty(0, dtype=torch.float32),
+            )
+
+    def residuals(self, stored: StoredRows) -> Tensor:
+        """Return the residuals of a chunk decoded: f32 [n, dim]."""
+        return quantize.dequantize_packed(
+            stored.values, stored.scale, stored.offset, dim=self._spec.dim, bits=stored.bits
+        )
+
+
+def _positions(rows: range | Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the positions in `rows` of those `ids` that are there, and which ids these are."""
+    if isinstance(rows, range):
+        return ids - rows.start, torch.ones(ids.numel(), dtype=torch.bool, device="cpu")
+    positions = torch.searchsorted(rows, ids).clamp(max=rows.numel() - 1)
+    is_in_rows = rows[positions] == ids
+    return positions[is_in_rows], is_in_rows
+
+
+def _chosen(stored: StoredRows, positions: Tensor) -> StoredRows:
+    rows = stored.rows
+    quantized = stored.scheme != "exact"
+    arrays: Sequence[Tensor] = stored.row_states
+    return replace(
+        stored,
+        rows=positions + rows.start if isinstance(rows, range) else rows[positions],
+        values=stored.values[positions],
+        scale=stored.scale[positions] if quantized else stored.scale,
+        offset=stored.offset[positions] if quantized else stored.offset,
+        row_states=tuple(array[positions] for array in arrays),
+    )
