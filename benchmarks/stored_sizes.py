@@ -18,10 +18,13 @@ from torch import Tensor
 
 from recpoint.catalog.persist.plan import (
     CHUNK_BYTES,
-    PARAMETER_DTYPES,
     RowBlock,
     StateBlock,
+    StoredForm,
+    chunk_numbers,
     plan_groups,
+    rows_of_chunk,
+    stored_forms,
 )
 from recpoint.catalog.staging.job import StagedJob
 from recpoint.format.chunk import ChunkMeta, RowSetCoding, Section, chunk_header
@@ -46,11 +49,11 @@ __all__ = [
     "stored_parts",
 ]
 
-#: The form in which a row is stored: codes with binary16 parameters, codes with binary32
-#: parameters, or exact.
+#: The form in which a row of a table of one width is stored: codes with binary16 parameters, codes
+#: with binary32 parameters, or exact.
 NARROW, WIDE, EXACT = range(3)
 
-#: The form of each row of a table.
+#: The form of each row of a table: its index in `stored_forms`.
 Form = np.ndarray[Any, np.dtype[np.uint8]]
 #: Row ids, ascending.
 Ids = np.ndarray[Any, np.dtype[np.int64]]
@@ -150,31 +153,26 @@ class MergedFull:
     def _table(self, index: int, newest_first: Sequence[Ids]) -> Iterator[_Planned]:
         form, old, number = self._forms[index], self._chunk[index], 0
         chunk = self._chunk[index] = np.empty_like(old)
-        exact = EXACT if self._job.tables[index].is_quantized else NARROW
+        forms = stored_forms(self._job.tables[index])
         for kind in np.unique(form):
-            parameters = None if kind == exact else PARAMETER_DTYPES[kind]
-            most = self._rows_of_a_chunk(index, parameters)
+            most = self._rows_of_a_chunk(index, forms[kind])
             remaining, offset = form == kind, 0
             for ids in (*newest_first, *_chunks_of(old, remaining)):
                 moved = ids[remaining[ids]]
                 remaining[moved] = False
                 chunk[moved] = (offset + np.arange(len(moved))) // most
                 offset += len(moved)
-            scheme: Scheme = "exact" if parameters is None else "asymmetric"
             for ids in _chunks_of(chunk, form == kind):
-                yield _row_chunk(self._job, index, number, ids, scheme, parameters)
+                yield _row_chunk(self._job, index, number, ids, forms[kind])
                 number += 1
 
-    def _rows_of_a_chunk(self, index: int, parameters: Dtype | None) -> int:
+    def _rows_of_a_chunk(self, index: int, stored_form: StoredForm) -> int:
         table = self._job.tables[index]
-        row = _ID_BYTES + sum(
+        row = _ID_BYTES + stored_form.row_bytes(table)
+        row += sum(
             array_bytes(dtype, state.shape)
             for state, dtype in zip(table.spec.row_states, table.state_dtypes, strict=True)
         )
-        if parameters is None:
-            row += table.spec.dim * item_bytes(table.spec.dtype)
-        else:
-            row += (table.spec.dim * table.bits + 7) // 8 + 2 * item_bytes(parameters)
         return max(1, min(CHUNK_BYTES // row, table.spec.rows))
 
 
@@ -215,29 +213,26 @@ def _row_chunks(job: Job, block: RowBlock, ids: Ids | None, form: Form) -> Itera
     part = slice(block.first, block.first + block.rows)
     ids = np.arange(part.start, part.stop) if ids is None else ids[part]
     if not table.is_quantized:
-        yield _row_chunk(job, block.table, block.number, ids, "exact", None)
+        yield _row_chunk(job, block.table, block.number, ids, stored_forms(table)[-1])
         return
-    forms = form[ids]
-    kinds = zip((NARROW, WIDE), PARAMETER_DTYPES, strict=True)
-    for number, (kind, dtype) in enumerate(kinds, block.number):
-        if (chosen := ids[forms == kind]).size:
-            yield _row_chunk(job, block.table, number, chosen, "asymmetric", dtype)
-    exact, rows_each = ids[forms == EXACT], block.exact_rows_each
-    for place, first in enumerate(range(0, exact.size, rows_each)):
-        number = block.number + len(PARAMETER_DTYPES) + place
-        yield _row_chunk(job, block.table, number, exact[first : first + rows_each], "exact", None)
+    of_rows = form[ids]
+    numbered = zip(stored_forms(table), chunk_numbers(table), strict=True)
+    for index, (stored_form, numbers) in enumerate(numbered):
+        chosen, rows_each = ids[of_rows == index], rows_of_chunk(table, stored_form)
+        for number, first in zip(numbers, range(0, chosen.size, rows_each), strict=False):
+            in_chunk = chosen[first : first + rows_each]
+            yield _row_chunk(job, block.table, block.number + number, in_chunk, stored_form)
 
 
-def _row_chunk(
-    job: Job, index: int, number: int, ids: Ids, scheme: Scheme, parameters: Dtype | None
-) -> _Planned:
+def _row_chunk(job: Job, index: int, number: int, ids: Ids, stored_form: StoredForm) -> _Planned:
     table, count = job.tables[index], len(ids)
-    spec = table.spec
+    spec, parameters = table.spec, stored_form.parameters
+    scheme: Scheme = "exact" if parameters is None else "asymmetric"
     coded = row_set.encode(torch.from_numpy(ids))
     if parameters is None:
         sections = [_section("values", spec.dtype, (count, spec.dim))]
     else:
-        width = (spec.dim * table.bits + 7) // 8
+        width = (spec.dim * stored_form.bits + 7) // 8
         sections = [_section("codes", "U8", (count, width))]
         sections += [_section(name, parameters, (count,)) for name in ("scale", "offset")]
     for place, (state, dtype) in enumerate(zip(spec.row_states, table.state_dtypes, strict=True)):
@@ -250,7 +245,7 @@ def _row_chunk(
     about_rows: dict[str, Any] = {
         "table": index,
         "row_count": count,
-        "bits": table.bits if parameters else 8 * item_bytes(spec.dtype),
+        "bits": stored_form.bits,
         "scheme": scheme,
     }
     coding = RowSetCoding.model_validate({"coding": coded.coding, "first": coded.first})

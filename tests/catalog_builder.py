@@ -21,7 +21,7 @@ from recpoint.catalog.store.local import LocalStore
 from recpoint.format.chunk import ChunkMeta, Section, build_chunk, tensor_section
 from recpoint.format.dtypes import dtype_name, item_bytes
 from recpoint.format.history import History
-from recpoint.format.job import QuantizerName
+from recpoint.format.job import Allocation, QuantizerName
 from recpoint.format.manifest import ChunkEntry, Columns, Manifest, RowStateSpec, TableSpec
 from recpoint.format.naming import parse_chunk_key, row_chunk_key, state_chunk_key
 from recpoint.format.records import CheckpointRef
@@ -60,6 +60,7 @@ class Table:
     state_names: tuple[str, ...] = field(default=())
     columns: Columns | None = None  # of a piece
     base: Tensor | None = None  # decoded rows of the full: increments store residuals to them
+    allocation: Allocation | None = None  # of staged jobs; None: one width
 
     @property
     def rows(self) -> int:

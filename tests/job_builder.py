@@ -149,6 +149,7 @@ def stage(
                 method=method if quantized else None,
                 codes=codes and quantized,
                 scattered=None if held is None else True,
+                allocation=table.allocation,
             )
         )
         if samples and servers and rank < ranks and not rows:

@@ -1,6 +1,4 @@
-"""Runs the second and third step of a persist: makes recipes of chunks, writes chunks from them.
-
-After the third step the chunks are in the store (format §6.1, write order, rule 3).
+"""Runs the second step of a persist: makes recipes of chunks.
 
 A recipe holds a chunk's header and names the extents of slot and spool that make up its body.
 Exact rows and states thus go from the slot to the store without a copy in between.
@@ -9,61 +7,49 @@ Exact rows and states thus go from the slot to the store without a copy in betwe
 from __future__ import annotations
 
 import base64
-import os
-import threading
 from collections.abc import Iterator
-from functools import partial
-from itertools import count
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import crc32c
 import numpy as np
 import torch
 
 from recpoint.catalog.persist.plan import (
-    PARAMETER_DTYPES,
     ChunkGroup,
     RowBlock,
     StateBlock,
+    StoredForm,
+    chunk_numbers,
+    rows_of_chunk,
+    stored_forms,
 )
+from recpoint.catalog.persist.quantize import CODED_ARRAYS
 from recpoint.catalog.persist.spool import (
     ChosenRows,
     Part,
     SpoolFile,
-    assemble_parts,
     digest_parts,
     extent_from,
     load_result,
-    open_in_spool,
-    part_from,
     part_list,
     pieces,
-    read_bits,
     result_path,
     save_result,
     write_bits,
 )
 from recpoint.catalog.staging.job import StagedJob, code_name, ids_name, state_name, values_name
 from recpoint.catalog.staging.slot_reading import Extent, read_into
-from recpoint.catalog.store import durable
-from recpoint.catalog.store.scheduler import WriteBudget, WriteScheduler
-from recpoint.catalog.store.store import Store
-from recpoint.errors import DigestMismatch, MalformedObject
+from recpoint.errors import MalformedObject
 from recpoint.format.chunk import ChunkMeta, RowSetCoding, Section, chunk_header
 from recpoint.format.dtypes import Dtype, item_bytes
 from recpoint.format.job import StagedTable
-from recpoint.format.manifest import ChunkEntry, Scheme
+from recpoint.format.manifest import ChunkEntry
 from recpoint.format.naming import row_chunk_key, sample_chunk_key, state_chunk_key
 from recpoint.format.row_state import to_bfloat16
 from recpoint.kernels import row_set
+from recpoint.kernels.bit_packing.widths import packed_width
 
-__all__ = ["encode_group", "encoded_entries", "upload_group"]
+__all__ = ["chunk_recipes", "encode_group", "encoded_entries"]
 
-#: The masks of a quantized block: rows stored exactly, and rows whose parameters are F32.
-_FORMS = ("exact", "wide")
-
-_Mask = np.ndarray[Any, np.dtype[np.bool_]]
 _Ids = np.ndarray[Any, np.dtype[np.int64]]
 
 
@@ -77,22 +63,27 @@ class _Array(NamedTuple):
 
 
 class _Chosen(NamedTuple):
-    """The rows of a block that a chunk holds, if it does not hold all of them.
+    """The rows of a block that a chunk holds.
 
     Attributes:
-        mask: [rows of the block], true for the rows in the chunk.
-        bits: the same mask in the spool, as `write_bits` writes it.
+        span: positions in the block, from the chunk's first row to its last.
         rows: number of rows in the chunk.
+        bits: which rows of the span these are, in the spool, as `write_bits` writes it; None: all.
     """
 
-    mask: _Mask
-    bits: Extent
+    span: range
     rows: int
+    bits: Extent | None
 
     @classmethod
-    def of(cls, mask: _Mask, spool: SpoolFile) -> _Chosen | None:
-        """Write the mask to the spool; return None if it chooses all rows."""
-        return None if mask.all() else cls(mask, write_bits(mask, spool), int(mask.sum()))
+    def of(cls, positions: _Ids, spool: SpoolFile) -> _Chosen:
+        """Choose the rows at `positions`, int64 [n], ascending, n >= 1."""
+        span = range(int(positions[0]), int(positions[-1]) + 1)
+        if len(span) == len(positions):
+            return cls(span, len(positions), None)
+        mask = np.zeros(len(span), np.bool_)
+        mask[positions - span.start] = True
+        return cls(span, len(positions), write_bits(mask, spool))
 
 
 class _PlannedChunk(NamedTuple):
@@ -177,21 +168,18 @@ def _absent(parts: tuple[Part, ...]) -> np.ndarray[Any, Any]:
 
 
 def _exact_chunk(staged: StagedJob, block: RowBlock, spool: SpoolFile) -> _PlannedChunk:
+    """Plan the chunk of a block of a table that is not quantized."""
     table = staged.job.tables[block.table]
-    spec = table.spec
-    values = staged.extent(values_name(block.table), first=block.first, count=block.rows)
+    chosen = _Chosen(range(block.rows), block.rows, None)
     ids = _read_ids(staged, block)
     return _row_chunk(
         staged,
         block,
         number=block.number,
-        scheme="exact",
+        form=stored_forms(table)[-1],
         ids=table.first_row + block.first if ids is None else ids,
-        rows=block.rows,
-        arrays=[
-            _Array("values", spec.dtype, (block.rows, spec.dim), (values,)),
-            *_states(staged, block, None, spool),
-        ],
+        chosen=chosen,
+        arrays=[_exact_values(staged, block, chosen)],
         spool=spool,
     )
 
@@ -199,64 +187,79 @@ def _exact_chunk(staged: StagedJob, block: RowBlock, spool: SpoolFile) -> _Plann
 def _quantized_chunks(
     staged: StagedJob, block: RowBlock, quantized: dict[str, Any], spool: SpoolFile
 ) -> Iterator[_PlannedChunk]:
-    """Yield at most one chunk for each dtype of row parameters, then the chunks of exact rows."""
+    """Yield the chunks of each form of which the block has rows."""
     table = staged.job.tables[block.table]
-    exactly, wide = (read_bits(extent_from(quantized[name]), block.rows) for name in _FORMS)
-    exact, narrow = np.flatnonzero(exactly), ~(exactly | wide)
+    form_of_row = _read_array(extent_from(quantized["forms"]), np.uint8)
     ids = _read_ids(staged, block)
-    width = (table.spec.dim * table.bits + 7) // 8
-    for number, (dtype, chosen) in enumerate(
-        zip(PARAMETER_DTYPES, (narrow, wide), strict=True), block.number
-    ):
-        rows = int(chosen.sum())
-        if not rows:
-            continue
-        codes, scale, offset = (
-            tuple(extent_from(part) for part in quantized[dtype][name])
-            for name in ("codes", "scale", "offset")
-        )
-        yield _row_chunk(
-            staged,
-            block,
-            number=number,
-            scheme="asymmetric",
-            ids=_chosen(table, ids, block, chosen),
-            rows=rows,
-            arrays=[
-                _Array("codes", "U8", (rows, width), codes),
-                _Array("scale", dtype, (rows,), scale),
-                _Array("offset", dtype, (rows,), offset),
-                *_states(staged, block, _Chosen.of(chosen, spool), spool),
-            ],
-            spool=spool,
-        )
-    rows_each = block.exact_rows_each
-    starts = range(0, len(exact), rows_each)
-    for number, start in zip(count(block.number + len(PARAMETER_DTYPES)), starts):
-        positions = exact[start : start + rows_each]
-        mask = np.zeros(block.rows, np.bool_)
-        mask[positions] = True
-        picked = _Chosen.of(mask, spool)
-        values: Part
-        if table.codes:
-            first = quantized["exact_first"] + start
-            name = code_name(block.table, "exact")
-            values = staged.extent(name, first=first, count=len(positions))
-        else:
-            values = _part(staged, values_name(block.table), block, picked)
-        yield _row_chunk(
-            staged,
-            block,
-            number=number,
-            scheme="exact",
-            ids=_chosen(table, ids, block, mask),
-            rows=len(positions),
-            arrays=[
-                _Array("values", table.spec.dtype, (len(positions), table.spec.dim), (values,)),
-                *_states(staged, block, picked, spool),
-            ],
-            spool=spool,
-        )
+    forms = stored_forms(table)
+    for index, (form, numbers) in enumerate(zip(forms, chunk_numbers(table), strict=True)):
+        positions = np.flatnonzero(form_of_row == index)
+        rows_each = rows_of_chunk(table, form)
+        starts = range(0, len(positions), rows_each)
+        for number, start in zip(numbers, starts, strict=False):
+            in_chunk = positions[start : start + rows_each]
+            chosen = _Chosen.of(in_chunk, spool)
+            if form.parameters is not None:
+                arrays = _codes(table, form, quantized["coded"][index], start, len(in_chunk))
+            elif table.codes:
+                first = quantized["exact_first"] + start
+                arrays = [_staged_exact_values(staged, block, first, len(in_chunk))]
+            else:
+                arrays = [_exact_values(staged, block, chosen)]
+            yield _row_chunk(
+                staged,
+                block,
+                number=block.number + number,
+                form=form,
+                ids=_chosen_ids(table, ids, block, in_chunk),
+                chosen=chosen,
+                arrays=arrays,
+                spool=spool,
+            )
+
+
+def _codes(
+    table: StagedTable, form: StoredForm, coded: dict[str, Any], first: int, rows: int
+) -> list[_Array]:
+    """Return the arrays of `rows` rows from `first` on of those that the spool has in a form."""
+    dtype = form.parameters
+    assert dtype is not None
+    width = packed_width(table.spec.dim, form.bits)
+    item = item_bytes(dtype)
+    codes, scale, offset = (
+        _slice([extent_from(part) for part in coded[name]], first * each, rows * each)
+        for name, each in zip(CODED_ARRAYS, (width, item, item), strict=True)
+    )
+    return [
+        _Array("codes", "U8", (rows, width), codes),
+        _Array("scale", dtype, (rows,), scale),
+        _Array("offset", dtype, (rows,), offset),
+    ]
+
+
+def _slice(extents: list[Extent], first: int, length: int) -> tuple[Extent, ...]:
+    """Return the extents of bytes `first` … `first + length − 1` of all extents together."""
+    parts = []
+    for path, offset, extent_length in extents:
+        skipped = min(first, extent_length)
+        taken = min(length, extent_length - skipped)
+        if taken:
+            parts.append(Extent(path, offset + skipped, taken))
+        first, length = first - skipped, length - taken
+    return tuple(parts)
+
+
+def _exact_values(staged: StagedJob, block: RowBlock, chosen: _Chosen) -> _Array:
+    spec = staged.job.tables[block.table].spec
+    values = _part(staged, values_name(block.table), block, chosen)
+    return _Array("values", spec.dtype, (chosen.rows, spec.dim), (values,))
+
+
+def _staged_exact_values(staged: StagedJob, block: RowBlock, first: int, rows: int) -> _Array:
+    """Return rows that the trainer could not quantize, from the `first` of the table's on."""
+    spec = staged.job.tables[block.table].spec
+    values = staged.extent(code_name(block.table, "exact"), first=first, count=rows)
+    return _Array("values", spec.dtype, (rows, spec.dim), (values,))
 
 
 def _row_chunk(
@@ -264,14 +267,26 @@ def _row_chunk(
     block: RowBlock,
     *,
     number: int,
-    scheme: Scheme,
+    form: StoredForm,
     ids: int | _Ids,
-    rows: int,
+    chosen: _Chosen,
     arrays: list[_Array],
     spool: SpoolFile,
 ) -> _PlannedChunk:
-    """Plan one row chunk; `ids`: the first id of a contiguous range, or all ids (whole table)."""
-    job, table = staged.job, staged.job.tables[block.table]
+    """Plan one row chunk.
+
+    Args:
+        staged: the job.
+        block: the block of the rows.
+        number: number of the chunk.
+        form: of its rows.
+        ids: the first id of a contiguous range, or all ids (whole table).
+        chosen: the rows of the block.
+        arrays: its values, or its codes and their parameters.
+        spool: takes what has to be written for the chunk.
+    """
+    job, table, rows = staged.job, staged.job.tables[block.table], chosen.rows
+    arrays = [*arrays, *_states(staged, block, chosen, spool)]
     coding = RowSetCoding(coding="range", first=ids) if isinstance(ids, int) else None
     if coding is None:
         coded = row_set.encode(torch.from_numpy(ids))
@@ -289,8 +304,8 @@ def _row_chunk(
         table=block.table,
         row_count=rows,
         dim=table.spec.dim,
-        bits=table.bits if scheme == "asymmetric" else 8 * item_bytes(table.spec.dtype),
-        scheme=scheme,
+        bits=form.bits,
+        scheme="exact" if form.parameters is None else "asymmetric",
         row_set=coding,
     )
     key = row_chunk_key(
@@ -322,19 +337,18 @@ def _read_ids(staged: StagedJob, block: RowBlock) -> _Ids | None:
     return ids[rows_before:] + table.first_row
 
 
-def _chosen(table: StagedTable, ids: _Ids | None, block: RowBlock, mask: _Mask) -> int | _Ids:
+def _chosen_ids(
+    table: StagedTable, ids: _Ids | None, block: RowBlock, positions: _Ids
+) -> int | _Ids:
     if ids is not None:
-        return ids[mask]
-    first = table.first_row + block.first
-    return first if bool(mask.all()) else first + np.flatnonzero(mask)
+        return ids[positions]
+    rows = positions + (table.first_row + block.first)
+    return int(rows[0]) if rows[-1] - rows[0] == len(rows) - 1 else rows
 
 
-def _states(
-    staged: StagedJob, block: RowBlock, chosen: _Chosen | None, spool: SpoolFile
-) -> list[_Array]:
-    """Return the row states of the `chosen` rows (None: all); copy only those to be rounded."""
+def _states(staged: StagedJob, block: RowBlock, chosen: _Chosen, spool: SpoolFile) -> list[_Array]:
+    """Return the row states of the chosen rows; copy only those to be rounded."""
     table = staged.job.tables[block.table]
-    rows = block.rows if chosen is None else chosen.rows
     arrays = []
     for index, (state, dtype) in enumerate(
         zip(table.spec.row_states, table.state_dtypes, strict=True)
@@ -342,16 +356,17 @@ def _states(
         part = _part(staged, state_name(block.table, index), block, chosen)
         if dtype != state.dtype:
             part = _rounded(part, spool)
-        arrays.append(_Array(f"state.{index}", dtype, (rows, *state.shape), (part,)))
+        arrays.append(_Array(f"state.{index}", dtype, (chosen.rows, *state.shape), (part,)))
     return arrays
 
 
-def _part(staged: StagedJob, name: str, block: RowBlock, chosen: _Chosen | None) -> Part:
-    """Return where the `chosen` rows (None: all rows of the block) lie in a segment."""
-    whole = staged.extent(name, first=block.first, count=block.rows)
-    if chosen is None or not whole.length:
+def _part(staged: StagedJob, name: str, block: RowBlock, chosen: _Chosen) -> Part:
+    """Return where the chosen rows lie in a segment."""
+    span = chosen.span
+    whole = staged.extent(name, first=block.first + span.start, count=len(span))
+    if chosen.bits is None or not whole.length:
         return whole
-    return ChosenRows(whole, whole.length // block.rows, chosen.rows, chosen.bits)
+    return ChosenRows(whole, whole.length // len(span), chosen.rows, chosen.bits)
 
 
 def _rounded(part: Part, spool: SpoolFile) -> Extent:
@@ -396,93 +411,21 @@ def _tensor_chunk(staged: StagedJob, block: StateBlock) -> _PlannedChunk:
     return _PlannedChunk(key, meta, arrays)
 
 
-#: Concurrent uploads in this process, over all groups and runs. Each holds a chunk in memory, and
-#: the store's client holds one or two more copies.
-_PERSIST_UPLOADS = WriteBudget(4)
-
-
-def upload_group(store: Store, staged: StagedJob, group: ChunkGroup) -> int:
-    """Write the chunks of an encoded group, several at once; all are durable when it returns.
-
-    After a failure, the next call continues where the failed one stopped. At the end the group's
-    spool files are removed, except for the entries that the manifest needs. If the spool had no
-    room to note a written chunk, the files stay for the next call.
-
-    Returns:
-        Bytes of the group's chunks in the store.
-
-    Raises:
-        DigestMismatch: slot or spool changed after the group was encoded.
-        StoreError: the store did not accept a chunk.
-        ValueError: the group has not been encoded.
-    """
-    chunks = _chunks(staged, group)
-    marker = result_path(staged, group.index, "uploaded")
-    uploaded_keys = _uploaded(marker, staged)
-    remaining = [chunk for chunk in chunks if chunk["entry"]["key"] not in uploaded_keys]
-    unnoted = threading.Event()
-    lock = threading.Lock()
-
-    def upload(chunk: dict[str, Any]) -> None:
-        store.put(chunk["entry"]["key"], _chunk_bytes(chunk))
-        try:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-            with lock, open(open_in_spool(marker, flags), "a", encoding="ascii") as file:
-                # Starts with a line break, because an earlier write may have left half a line.
-                file.write(f"\n{staged.job.attempt} {chunk['entry']['key']}\n")
-        except OSError:
-            # The chunk is stored even if there was no room for this line; a later call writes it
-            # again.
-            unnoted.set()
-
-    with WriteScheduler(_PERSIST_UPLOADS) as writes:
-        for chunk in remaining:
-            writes.begin(writes.reserve(chunk["entry"]["bytes"]), partial(upload, chunk))
-        writes.finish()
-    if not unnoted.is_set():  # otherwise a later call needs these files again
-        for name in ("quantized", "encoded"):
-            result_path(staged, group.index, name).with_suffix(".bin").unlink(missing_ok=True)
-    return sum(int(chunk["entry"]["bytes"]) for chunk in chunks)
-
-
 def encoded_entries(staged: StagedJob, group: ChunkGroup) -> list[ChunkEntry]:
     """Return the manifest entries of the chunks of an encoded group."""
-    return [ChunkEntry.model_validate(chunk["entry"]) for chunk in _chunks(staged, group)]
+    return [ChunkEntry.model_validate(chunk["entry"]) for chunk in chunk_recipes(staged, group)]
 
 
-def _chunks(staged: StagedJob, group: ChunkGroup) -> list[dict[str, Any]]:
+def chunk_recipes(staged: StagedJob, group: ChunkGroup) -> list[dict[str, Any]]:
+    """Return the recipes of the chunks of an encoded group, as JSON.
+
+    Each has the manifest's `entry`, the `header` in base64, and the `parts` of the body.
+
+    Raises:
+        ValueError: the group has not been encoded.
+    """
     result = load_result(result_path(staged, group.index, "encoded"), staged)
     if result is None:
         raise ValueError(f"group {group.index} of {staged.path} has not been encoded")
     chunks: list[dict[str, Any]] = result["chunks"]
     return chunks
-
-
-def _chunk_bytes(chunk: dict[str, Any]) -> bytes:
-    entry = chunk["entry"]
-    parts = tuple(part_from(part) for part in chunk["parts"])
-    data = assemble_parts(parts, start=base64.b64decode(chunk["header"]))
-    checksum = crc32c.crc32c(data)
-    if checksum != entry["crc32c"] or len(data) != entry["bytes"]:
-        raise DigestMismatch(
-            f"{os.path.dirname(_file(parts[0])) if parts else 'recipe'} ({entry['key']})",
-            found=f"{len(data)} bytes with crc32c {checksum}",
-            expected=f"{entry['bytes']} bytes with crc32c {entry['crc32c']}",
-            next_step="check the memory of this host; the trainer stages the rows again",
-        )
-    durable.step(f"chunk {entry['key']} put together")
-    return data
-
-
-def _file(part: Part) -> str:
-    return part.path if isinstance(part, Extent) else part.whole.path
-
-
-def _uploaded(marker: Path, staged: StagedJob) -> set[str]:
-    try:
-        with open(open_in_spool(marker), encoding="ascii") as file:
-            lines = file.read().split("\n")
-    except FileNotFoundError:
-        return set()
-    pairs = (line.partition(" ") for line in lines)
-    return {key for attempt, _, key in pairs if attempt == staged.job.attempt}

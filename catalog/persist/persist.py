@@ -14,9 +14,10 @@ from typing import Final, Literal, NamedTuple, Protocol, Self
 
 from pydantic import ValidationError
 
-from recpoint.catalog.persist.encode import encode_group, encoded_entries, upload_group
+from recpoint.catalog.persist.encode import encode_group, encoded_entries
 from recpoint.catalog.persist.plan import GROUP_BYTES, ChunkGroup, plan_groups
-from recpoint.catalog.persist.quantize import Choice, quantization_of, quantize_group
+from recpoint.catalog.persist.quantize import quantization_of, quantize_group
+from recpoint.catalog.persist.quantizer_choice import Choice
 from recpoint.catalog.persist.ranks import (
     commit_parts,
     missing_ranks,
@@ -28,6 +29,7 @@ from recpoint.catalog.persist.ranks import (
 )
 from recpoint.catalog.persist.record_sizes import part_sizes
 from recpoint.catalog.persist.spool import empty_spool
+from recpoint.catalog.persist.upload import upload_group
 from recpoint.catalog.run.commit import check_fence, commit
 from recpoint.catalog.run.committed import Committed, committed
 from recpoint.catalog.run.rejections import leave_rejection

@@ -9,28 +9,33 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from recpoint.catalog.staging.job import StagedJob, sample_name
 from recpoint.errors import MalformedObject
 from recpoint.format.chunk import sample_arrays
 from recpoint.format.dtypes import Dtype, array_bytes, item_bytes
 from recpoint.format.job import Segment, StagedTable
-from recpoint.format.manifest import MAX_CHUNK_BYTES
+from recpoint.format.manifest import CODE_BITS, MAX_CHUNK_BYTES
+from recpoint.format.naming import MAX_CHUNK
 
 __all__ = [
     "CHUNK_BYTES",
     "GROUP_BYTES",
     "GROUP_SPOOL_BYTES",
-    "PARAMETER_DTYPES",
     "TENSORS_EACH",
     "ChunkGroup",
     "RowBlock",
     "StateBlock",
     "StatePiece",
+    "StoredForm",
+    "chunk_numbers",
     "exact_row_bytes",
     "plan_groups",
+    "rows_of_block",
     "rows_of_chunk",
+    "rows_of_largest_chunk",
+    "stored_forms",
     "stored_row_bytes",
     "tensor_chunks",
 ]
@@ -48,7 +53,7 @@ GROUP_SPOOL_BYTES = 72 << 20
 
 #: Dtypes of row parameters. Each has chunks of its own: in a common chunk, one row that needs F32
 #: would cost every other row four bytes.
-PARAMETER_DTYPES: tuple[Dtype, ...] = ("F16", "F32")
+_PARAMETER_DTYPES: tuple[Dtype, ...] = ("F16", "F32")
 
 #: Most tensors of a chunk of state or samples: their names and shapes must fit into its header.
 TENSORS_EACH = 4_000
@@ -57,25 +62,36 @@ TENSORS_EACH = 4_000
 #: data.
 _ID_BYTES = 9
 
-#: Most bytes of a row's bits in the chunks' masks, and of its id if all rows are staged.
-_BITS_BYTES = 1
+
+class StoredForm(NamedTuple):
+    """What the rows of a chunk have in common (format §3).
+
+    Attributes:
+        bits: bits of each stored value.
+        parameters: dtype of the row parameters; None: the rows are stored exactly.
+    """
+
+    bits: int
+    parameters: Dtype | None
+
+    def row_bytes(self, table: StagedTable) -> int:
+        """Return the bytes of one row's values, or of its codes and their parameters."""
+        values = (table.spec.dim * self.bits + 7) // 8
+        return values if self.parameters is None else values + 2 * item_bytes(self.parameters)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowBlock:
     """Rows `first` … `first + rows − 1` of the rows staged for a table.
 
-    Rows of an exact table become one chunk with number `number`. Rows of a quantized table become
-    one chunk for each dtype of row parameters, numbered from `number` on. Those of them that cannot
-    be quantized become exact chunks of at most `exact_rows_each` rows, with the numbers after that,
-    which are reserved for them.
+    The rows of each form (`stored_forms`) become chunks of their own, of at most `rows_of_chunk`
+    rows each. Numbers of chunks are reserved for each form, from `number` on (`chunk_numbers`).
     """
 
     table: int
     first: int
     rows: int
     number: int
-    exact_rows_each: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,12 +192,54 @@ def _blocks(staged: StagedJob) -> list[tuple[RowBlock | StateBlock, int, int, bo
     return weighed
 
 
-def rows_of_chunk(table: StagedTable) -> int:
-    """Return the most rows of a table in one chunk, or in the chunks of one quantized block."""
-    ids = 0 if table.all_rows else _ID_BYTES
-    return max(
-        1,
-        min(CHUNK_BYTES // (stored_row_bytes(table) + ids), GROUP_BYTES // exact_row_bytes(table)),
+def stored_forms(table: StagedTable) -> tuple[StoredForm, ...]:
+    """Return the forms in which rows of a table may be stored; the last one is the exact form."""
+    widths: tuple[int, ...] = ()
+    if table.allocation is not None:
+        widths = CODE_BITS
+    elif table.is_quantized:
+        widths = (table.bits,)
+    coded = [StoredForm(bits, dtype) for bits in widths for dtype in _PARAMETER_DTYPES]
+    return (*coded, StoredForm(8 * item_bytes(table.spec.dtype), None))
+
+
+def rows_of_block(table: StagedTable) -> int:
+    """Return the most rows of a table in one block.
+
+    Rows of one width fill one chunk. Rows of several widths are divided over many chunks, which
+    would be small for as many rows: so a block has as many of them as fit a group.
+    """
+    if table.allocation is not None:
+        most = GROUP_SPOOL_BYTES // _spool_row_bytes(table)
+    else:
+        ids = 0 if table.all_rows else _ID_BYTES
+        most = CHUNK_BYTES // (stored_row_bytes(table) + ids)
+    return max(1, min(most, GROUP_BYTES // exact_row_bytes(table)))
+
+
+def rows_of_chunk(table: StagedTable, form: StoredForm) -> int:
+    """Return the most rows of one form in a chunk."""
+    is_only_form = form.parameters is not None or not table.is_quantized
+    if table.allocation is None and is_only_form:
+        return rows_of_block(table)
+    return max(1, CHUNK_BYTES // (form.row_bytes(table) + _state_bytes(table) + _ID_BYTES))
+
+
+def chunk_numbers(table: StagedTable) -> list[range]:
+    """Return the numbers reserved for the chunks of each form in a block, counted from its own."""
+    numbers: list[range] = []
+    first, rows = 0, rows_of_block(table)
+    for form in stored_forms(table):
+        chunks = -(-rows // rows_of_chunk(table, form))  # if all rows are of this form
+        numbers.append(range(first, first + chunks))
+        first += chunks
+    return numbers
+
+
+def rows_of_largest_chunk(table: StagedTable) -> int:
+    """Return the most rows of a table that any chunk can have."""
+    return min(
+        rows_of_block(table), max(rows_of_chunk(table, form) for form in stored_forms(table))
     )
 
 
@@ -203,7 +261,6 @@ def tensor_chunks(sizes: Iterable[int]) -> int:
 
 def _row_blocks(staged: StagedJob, index: int, table: StagedTable) -> list[RowBlock]:
     exact = exact_row_bytes(table)
-    exact_stored = table.spec.dim * item_bytes(table.spec.dtype) + _state_bytes(table)
     if exact + _ID_BYTES > MAX_CHUNK_BYTES - (1 << 20):
         raise MalformedObject(
             str(staged.path),
@@ -211,21 +268,24 @@ def _row_blocks(staged: StagedJob, index: int, table: StagedTable) -> list[RowBl
             expected=f"rows that fit a chunk of {MAX_CHUNK_BYTES} bytes",
             next_step="split the table's rows over several tables",
         )
-    rows_each = rows_of_chunk(table)
-    exact_rows_each = max(1, CHUNK_BYTES // (exact_stored + _ID_BYTES))
-    numbers = 1
-    if table.is_quantized:
-        # If no row can be quantized, the rows fill this many exact chunks.
-        numbers = len(PARAMETER_DTYPES) + -(-rows_each // exact_rows_each)
+    rows_each, numbers = rows_of_block(table), chunk_numbers(table)[-1].stop
+    starts = range(0, table.row_count, rows_each)
+    if len(starts) * numbers > MAX_CHUNK + 1:
+        raise MalformedObject(
+            str(staged.path),
+            found=f"{table.row_count:,} rows in {table.spec.name!r:.200}, which may need "
+            f"{len(starts) * numbers:,} chunks",
+            expected=f"at most {MAX_CHUNK + 1:,}",
+            next_step="split the table's rows over several ranks or tables",
+        )
     return [
         RowBlock(
             table=index,
             first=first,
             rows=min(rows_each, table.row_count - first),
             number=position * numbers,
-            exact_rows_each=exact_rows_each,
         )
-        for position, first in enumerate(range(0, table.row_count, rows_each))
+        for position, first in enumerate(starts)
     ]
 
 
@@ -301,23 +361,14 @@ def _piece_bytes(staged: StagedJob, piece: StatePiece) -> int:
     return piece.count * item_bytes(staged.segments[piece.segment].dtype)
 
 
-def stored_row_bytes(table: StagedTable) -> int:
-    """Return the stored bytes of one row, without its id; the most if it is quantized."""
-    spec = table.spec
-    values = _codes_bytes(table) if table.is_quantized else spec.dim * item_bytes(spec.dtype)
-    return values + _state_bytes(table)
-
-
-def _codes_bytes(table: StagedTable) -> int:
-    """Return the most bytes of one row's codes with their parameters."""
-    return (table.spec.dim * table.bits + 7) // 8 + 8
-
-
 def _spool_row_bytes(table: StagedTable) -> int:
     """Return the most bytes of one row in the spool; data stored as staged stays in the slot."""
-    row_bytes = 0 if table.all_rows else _ID_BYTES
+    row_bytes = 0 if table.all_rows and table.allocation is None else _ID_BYTES
     if table.is_quantized:
-        row_bytes += _codes_bytes(table) + _BITS_BYTES
+        forms = stored_forms(table)
+        row_bytes += max(form.row_bytes(table) for form in forms[:-1])
+        # The number of its form, and a bit in the mask of each form's chunks.
+        row_bytes += 1 + -(-len(forms) // 8)
     states = zip(table.state_dtypes, table.spec.row_states, strict=True)
     rounded = (
         array_bytes(stored_dtype, state.shape)
@@ -325,6 +376,13 @@ def _spool_row_bytes(table: StagedTable) -> int:
         if stored_dtype != state.dtype
     )
     return row_bytes + sum(rounded)
+
+
+def stored_row_bytes(table: StagedTable) -> int:
+    """Return the stored bytes of one row, without its id; the most if it is quantized."""
+    forms = stored_forms(table)
+    coded = forms[:-1] or forms
+    return max(form.row_bytes(table) for form in coded) + _state_bytes(table)
 
 
 def _state_bytes(table: StagedTable) -> int:

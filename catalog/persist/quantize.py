@@ -1,51 +1,42 @@
 """Runs the first step of a persist: quantizes the rows of a group (format §3.2, §3.3).
 
-The method comes from the table's setting, or is chosen on a sample of the table's rows. The choice
-follows from the job alone, as keys and chunks do: an agent that starts over after a kill chooses
-the same method and writes the same bytes. If a job names its method, nothing is chosen: the choice
-for an earlier job of its chain still holds, and the trainer may have quantized with it. Rows that
-the trainer has quantized are read from the slot and checked (§7).
+The rows of a block are read twice if each has a width of its own: `row_widths` chooses the widths
+of all of them, and then each piece of the block is quantized in its widths. Rows that the trainer
+has quantized are read from the slot and checked (`staged_codes`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from recpoint.catalog.persist.plan import PARAMETER_DTYPES, ChunkGroup, RowBlock
+from recpoint.catalog.persist.block_rows import BlockRows, passes
+from recpoint.catalog.persist.plan import ChunkGroup, RowBlock, StoredForm, stored_forms
+from recpoint.catalog.persist.quantizer_choice import Choice, choose_quantizer
+from recpoint.catalog.persist.row_widths import row_widths
 from recpoint.catalog.persist.spool import (
     SpoolFile,
     extent_list,
     load_result,
     result_path,
     save_result,
-    write_bits,
 )
-from recpoint.catalog.staging.job import CodeArray, StagedJob, code_name, kernel_method, values_name
-from recpoint.catalog.staging.slot_reading import Extent, read_into
-from recpoint.errors import MalformedObject
-from recpoint.format.dtypes import Dtype, item_bytes, torch_dtype
-from recpoint.format.manifest import Quantizer
+from recpoint.catalog.persist.staged_codes import exact_span, staged_codes
+from recpoint.catalog.staging.job import StagedJob, values_name
+from recpoint.catalog.staging.slot_reading import Extent
+from recpoint.format.dtypes import Dtype, torch_dtype
+from recpoint.format.manifest import CODE_BITS, Quantizer
+from recpoint.kernels import row_gather
 from recpoint.kernels.implementation import on_cpu
-from recpoint.kernels.quantize import ASYMMETRIC, SYMMETRIC, Method, PackedRows, quantize_packed
-from recpoint.kernels.quantize.choice import SAMPLE_ROWS, choose, drawn
+from recpoint.kernels.quantize import Method, PackedRows, quantize_packed
 
-__all__ = [
-    "Choice",
-    "Quantization",
-    "choose_quantizer",
-    "quantization_of",
-    "quantize_group",
-]
+__all__ = ["CODED_ARRAYS", "Quantization", "quantization_of", "quantize_group"]
 
-#: Staged bytes quantized at once: few enough to fit the caches and to bound the memory.
-_PASS_BYTES = 8 << 20
-
-_ARRAYS = ("codes", "scale", "offset")
+#: The arrays of a chunk of codes, without the row states.
+CODED_ARRAYS = ("codes", "scale", "offset")
 _MOST_TEXT = 255
 
 
@@ -56,11 +47,25 @@ class Quantization(NamedTuple):
     implementation: str
 
 
+class _CodedRows(NamedTuple):
+    """Some rows of a pass, quantized to one width.
+
+    Attributes:
+        positions: int64 [n], ascending, positions in the pass; None: all rows of the pass.
+        bits: width of the codes.
+        packed: the n rows.
+    """
+
+    positions: Tensor | None
+    bits: int
+    packed: PackedRows
+
+
 def quantize_group(staged: StagedJob, group: ChunkGroup, chosen: dict[int, Choice]) -> str:
     """Quantize and pack the group's rows into the spool.
 
     Rows that cannot be quantized are left out and noted in the result; the next step stores them
-    exactly. Rows that the trainer has quantized are only checked and sorted by parameter dtype.
+    exactly. Rows that the trainer has quantized are only checked and sorted by their form.
 
     Args:
         staged: the job.
@@ -118,62 +123,83 @@ def quantization_of(staged: StagedJob, groups: Sequence[ChunkGroup]) -> Quantiza
 def _quantize_block(
     staged: StagedJob, block: RowBlock, method: Method, spool: SpoolFile
 ) -> dict[str, Any]:
+    """Write the block's codes to the spool, and the index of each row's form in `stored_forms`."""
     table = staged.job.tables[block.table]
-    dim = table.spec.dim
-    row_bytes = dim * item_bytes(table.spec.dtype)
-    parts: dict[Dtype, dict[str, list[Extent]]] = {
-        dtype: {name: [] for name in _ARRAYS} for dtype in PARAMETER_DTYPES
-    }
-    exact_rows: list[Tensor] = []
-    wide_rows: list[Tensor] = []
-    rows_each = max(1, _PASS_BYTES // row_bytes)
-    if table.codes:
-        passes = _staged_codes(staged, block, rows_each)
-    else:
-        passes = _quantized(staged, block, method, rows_each)
-    for codes, scale, offset, exact, wide in passes:
-        wide = wide & ~exact
-        for dtype, chosen in zip(PARAMETER_DTYPES, (~(exact | wide), wide), strict=True):
-            arrays = _chosen(chosen, codes, scale, offset, torch_dtype(dtype))
-            for name, array in zip(_ARRAYS, arrays, strict=True):
-                parts[dtype][name].append(spool.append(array.contiguous().numpy()))
-        exact_rows.append(exact)
-        wide_rows.append(wide)
+    forms = stored_forms(table)
+    exact_form = len(forms) - 1
+    extents: list[dict[str, list[Extent]]] = [
+        {name: [] for name in CODED_ARRAYS} for _ in forms[:-1]
+    ]
+    form_of_row = torch.full((block.rows,), exact_form, dtype=torch.uint8, device="cpu")
+    for rows, coded_rows in _coded(staged, block, method):
+        of_pass = form_of_row[rows.start : rows.stop]
+        for positions, bits, packed in coded_rows:
+            wide = packed.wide & ~packed.exact
+            masks: dict[Dtype, Tensor] = {"F16": ~(packed.exact | wide), "F32": wide}
+            for parameters, mask in masks.items():
+                if not bool(mask.any()):
+                    continue
+                form = forms.index(StoredForm(bits, parameters))
+                arrays = _chosen(mask, packed, torch_dtype(parameters))
+                for name, array in zip(CODED_ARRAYS, arrays, strict=True):
+                    extents[form][name].append(spool.append(array.contiguous().numpy()))
+                of_pass[mask if positions is None else positions[mask]] = form
     return {
         "table": block.table,
         "number": block.number,
-        "exact_first": _exact_span(staged, block)[0] if table.codes else 0,
-        "exact": _bits(exact_rows, spool),
-        "wide": _bits(wide_rows, spool),
-        **{
-            dtype: {name: extent_list(tuple(extents)) for name, extents in arrays.items()}
-            for dtype, arrays in parts.items()
-        },
+        "exact_first": exact_span(staged, block)[0] if table.codes else 0,
+        "forms": extent_list((spool.append(form_of_row.numpy()),))[0],
+        "coded": [
+            {name: extent_list(tuple(parts)) for name, parts in arrays.items()}
+            for arrays in extents
+        ],
     }
 
 
-def _quantized(
-    staged: StagedJob, block: RowBlock, method: Method, rows_each: int
-) -> Iterator[PackedRows]:
-    """Yield the block's rows, `rows_each` at a time, quantized from their values."""
+def _coded(
+    staged: StagedJob, block: RowBlock, method: Method
+) -> Iterator[tuple[range, list[_CodedRows]]]:
+    """Yield the block's rows a pass at a time, each pass with its quantized rows.
+
+    Rows of a pass that are in none of its quantized rows are stored exactly.
+    """
     table = staged.job.tables[block.table]
-    dim = table.spec.dim
-    row_bytes = dim * item_bytes(table.spec.dtype)
-    buffer = bytearray(min(rows_each, block.rows) * row_bytes)
-    for first in range(0, block.rows, rows_each):
-        count = min(rows_each, block.rows - first)
-        view = memoryview(buffer)[: count * row_bytes]
-        name = values_name(block.table)
-        read_into(view, staged.extent(name, first=block.first + first, count=count))
-        stored = torch.frombuffer(view, dtype=torch_dtype(table.spec.dtype)).reshape(count, dim)
-        rows = stored.to(torch.float32)
-        packed = quantize_packed(rows, table.bits, method, half_parameters=True)
-        if table.spec.dtype == "F64":
-            # Only rows whose conversion to F32 is exact may be quantized (format §3.2).
-            packed = packed._replace(
-                exact=packed.exact | (rows.to(torch.float64) != stored).any(dim=1)
-            )
-        yield packed
+    if table.codes:
+        for rows, packed in staged_codes(staged, block):
+            yield rows, [_CodedRows(None, table.bits, packed)]
+        return
+    widths = None
+    if table.allocation is not None:
+        widths = row_widths(staged, block, table.allocation)
+    values = BlockRows(staged, block, values_name(block.table))
+    for rows in passes(staged, block):
+        stored = values.read(rows)
+        if widths is None:
+            yield rows, [_quantized(stored, None, table.bits, method)]
+            continue
+        of_pass = torch.from_numpy(widths[rows.start : rows.stop])
+        yield (
+            rows,
+            [
+                _quantized(stored, torch.nonzero(of_pass == bits).flatten(), bits, method)
+                for bits in CODE_BITS
+            ],
+        )
+
+
+def _quantized(stored: Tensor, positions: Tensor | None, bits: int, method: Method) -> _CodedRows:
+    """Quantize the rows [n, dim] at `positions`, int64 [m]; None: all rows."""
+    chosen = stored
+    if positions is not None and len(positions) < len(stored):
+        chosen = stored.new_empty(len(positions), stored.shape[1])
+        row_gather.gather(stored, positions, chosen)
+    rows = chosen.to(torch.float32)
+    packed = quantize_packed(rows, bits, method, half_parameters=True)
+    if stored.dtype == torch.float64:
+        # Only rows whose conversion to F32 is exact may be quantized (format §3.2).
+        inexact = (rows.to(torch.float64) != chosen).any(dim=1)
+        packed = packed._replace(exact=packed.exact | inexact)
+    return _CodedRows(positions, bits, packed)
 
 
 def _implementation(staged: StagedJob, tables: Sequence[int]) -> str:
@@ -183,188 +209,9 @@ def _implementation(staged: StagedJob, tables: Sequence[int]) -> str:
     return "; ".join(sorted(names))
 
 
-def _chosen(
-    mask: Tensor, codes: Tensor, scale: Tensor, offset: Tensor, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
+def _chosen(mask: Tensor, packed: PackedRows, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Return the rows that `mask` chooses, with their parameters converted to `dtype`."""
+    codes, scale, offset = packed.packed, packed.scale, packed.offset
     if not bool(mask.all()):  # nearly always all rows are chosen, and nothing is copied
         codes, scale, offset = codes[mask], scale[mask], offset[mask]
     return codes, scale.to(dtype), offset.to(dtype)
-
-
-def _bits(masks: list[Tensor], spool: SpoolFile) -> list[Any]:
-    mask = torch.cat(masks).numpy() if masks else np.empty(0, np.bool_)
-    return extent_list((write_bits(mask, spool),))[0]
-
-
-#: The method for a table's rows: as the manifest records it, and as the kernels take it.
-Choice = tuple[Quantizer, Method]
-
-
-def choose_quantizer(staged: StagedJob, index: int) -> Choice:
-    """Choose the method for the rows of table `index`, which must be a quantized table.
-
-    Raises:
-        StagingError: the slot cannot be read.
-    """
-    table = staged.job.tables[index]
-    sample_rows, seed = 0, 0
-    if table.method is not None:
-        chosen_now = Quantizer(table=index, rank=staged.job.rank, **table.method.model_dump())
-        return chosen_now, kernel_method(table.method)
-    if table.quantizer == "symmetric":
-        method = SYMMETRIC
-    elif table.quantizer == "asymmetric" or (table.quantizer == "auto" and table.bits == 8):
-        method = ASYMMETRIC
-    else:
-        seed = staged.job.step
-        rows = _sample(staged, index, seed)
-        sample_rows = len(rows)
-        name = None if table.quantizer == "auto" else table.quantizer
-        method = choose(rows, table.bits, seed=seed, name=name)
-    quantizer = Quantizer(
-        table=index,
-        rank=staged.job.rank,
-        method=method.name,
-        bins=method.bins,
-        ratio_permille=method.ratio_permille,
-        refits=method.refits,
-        sample_rows=sample_rows,
-        seed=seed,
-    )
-    return quantizer, method
-
-
-def _sample(staged: StagedJob, index: int, seed: int) -> Tensor:
-    """Return a sample of a table's staged rows, or all if there are few: f32 [n, dim]."""
-    table = staged.job.tables[index]
-    count = table.row_count
-    positions = torch.arange(count, device="cpu") if count <= SAMPLE_ROWS else drawn(count, seed)
-    extents = tuple(
-        staged.extent(values_name(index), first=position, count=1)
-        for position in positions.tolist()
-    )
-    dtype = torch_dtype(table.spec.dtype)
-    data = bytearray(sum(extent.length for extent in extents))
-    read_into(memoryview(data), *extents)
-    stored = torch.frombuffer(data, dtype=dtype)
-    return stored.reshape(len(extents), table.spec.dim).to(torch.float32)
-
-
-def _staged_codes(staged: StagedJob, block: RowBlock, rows_each: int) -> Iterator[PackedRows]:
-    """Yield the block's rows as the trainer quantized them, `rows_each` at a time.
-
-    Raises:
-        MalformedObject: no quantization yields such codes, or they would decode to values that are
-            not finite.
-        StagingError: the slot cannot be read.
-    """
-    exact_at = _exact_positions(staged, block)
-    for first in range(0, block.rows, rows_each):
-        count = min(rows_each, block.rows - first)
-        start = block.first + first
-        codes = _read(staged, block, "codes", start, count)
-        scale, offset = (_read(staged, block, name, start, count) for name in _PARAMETERS)
-        wide = _read(staged, block, "wide", start, count)
-        if bool((wide > 1).any()):
-            _refuse(staged, block, "wide", f"a flag of {int(wide.max())}", "0 or 1")
-        low, high = np.searchsorted(exact_at, (first, first + count))
-        exact = torch.zeros(count, dtype=torch.bool, device="cpu")
-        exact[torch.from_numpy(exact_at[low:high] - first)] = True
-        packed = PackedRows(codes, scale, offset, exact, wide.to(torch.bool))
-        _check(staged, block, packed)
-        yield packed
-
-
-_PARAMETERS: tuple[CodeArray, CodeArray] = ("scale", "offset")
-
-
-def _check(staged: StagedJob, block: RowBlock, rows: PackedRows) -> None:
-    table = staged.job.tables[block.table]
-    levels = float(2**table.bits - 1)
-    is_coded = ~rows.exact
-    for name, parameter in zip(_PARAMETERS, (rows.scale, rows.offset), strict=True):
-        if bool((is_coded & ~torch.isfinite(parameter)).any()):
-            _refuse(staged, block, name, "a value that is not finite", "finite values")
-        half = parameter.to(torch.float16).to(torch.float32)
-        if bool((is_coded & ~rows.wide & (half != parameter)).any()):
-            _refuse(staged, block, name, "a value that binary16 does not have", "a wide row")
-    # The smallest code decodes to the offset, the largest to scale * levels + offset, and all
-    # others to values in between.
-    if bool((is_coded & ~torch.isfinite(rows.scale * levels + rows.offset)).any()):
-        _refuse(staged, block, "scale", "codes that decode to no finite number", "finite numbers")
-    unused = -table.spec.dim * table.bits % 8
-    if unused and bool((is_coded & (rows.packed[:, -1] >= 1 << (8 - unused))).any()):
-        _refuse(staged, block, "codes", "bits past the last code of a row", "zero bits")
-
-
-def _exact_span(staged: StagedJob, block: RowBlock) -> tuple[int, int]:
-    """Return the half-open range of the block's rows among the table's exactly staged rows."""
-    count = staged.segments[code_name(block.table, "exact_at")].shape[0]
-    end = block.first + block.rows
-    # The first block begins at 0 and the last ends at `count`, so that no exact row is left
-    # unchecked, even if its position is out of range.
-    low = 0 if block.first == 0 else _first_from(staged, block, count, block.first)
-    last = end == staged.job.tables[block.table].row_count
-    return low, count if last else _first_from(staged, block, count, end)
-
-
-def _first_from(staged: StagedJob, block: RowBlock, count: int, row: int) -> int:
-    """Return the index of the first exact row at or after `row`, by binary search in the slot.
-
-    A table that can hardly be quantized has too many exact rows to read them all.
-    """
-    low, high = 0, count
-    while low < high:
-        middle = (low + high) // 2
-        if int(_read(staged, block, "exact_at", middle, 1)) < row:
-            low = middle + 1
-        else:
-            high = middle
-    return low
-
-
-def _exact_positions(
-    staged: StagedJob, block: RowBlock
-) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Return the positions of the block's exact rows, counted from its first row: i64 [n]."""
-    low, high = _exact_span(staged, block)
-    if high < low:
-        _refuse(staged, block, "exact_at", "positions that descend", "ascending ones")
-    positions = _read(staged, block, "exact_at", low, high - low).numpy() - block.first
-    if len(positions):
-        ascending = bool((positions[1:] > positions[:-1]).all())
-        if not ascending or positions[0] < 0 or positions[-1] >= block.rows:
-            _refuse(
-                staged,
-                block,
-                "exact_at",
-                f"positions that {'' if ascending else 'do not '}ascend, from "
-                f"{positions[0] + block.first} to {positions[-1] + block.first}",
-                f"ascending ones from {block.first} to {block.first + block.rows - 1}",
-            )
-    return positions
-
-
-def _read(staged: StagedJob, block: RowBlock, array: CodeArray, first: int, count: int) -> Tensor:
-    """Read `count` entries of a segment from `first` on; BOOL as u8."""
-    name = code_name(block.table, array)
-    segment = staged.segments[name]
-    extent = staged.extent(name, first=first, count=count)
-    buffer = bytearray(extent.length)
-    read_into(memoryview(buffer), extent)
-    dtype = torch.uint8 if segment.dtype == "BOOL" else torch_dtype(segment.dtype)
-    if not buffer:
-        return torch.empty((count, *segment.shape[1:]), dtype=dtype, device="cpu")
-    return torch.frombuffer(buffer, dtype=dtype).reshape(count, *segment.shape[1:])
-
-
-def _refuse(
-    staged: StagedJob, block: RowBlock, array: CodeArray, found: str, expected: str
-) -> NoReturn:
-    raise MalformedObject(
-        f"{staged.slot} ({code_name(block.table, array)})",
-        found=found,
-        expected=expected,
-        next_step="nothing: the job is rejected, and the trainer stages its rows again",
-    )

@@ -4,10 +4,10 @@ Readers accept no record of more than 64 MiB (format §4). A manifest names each
 bytes, so a large model, or many tables on many ranks, may exceed that. All sizes follow from what
 a trainer is about to stage.
 
-An estimate counts one chunk for each block of quantized rows. The agent writes a second one if rows
-of the block need parameters of 32 bits, and more if rows cannot be quantized. So a checkpoint whose
-estimate is too large can never be committed. One whose estimate fits may still be rejected if it
-has quantized rows.
+An estimate counts as few chunks as can hold a block of quantized rows. The agent writes more if
+rows of the block have several widths, need parameters of 32 bits, or cannot be quantized. So a
+checkpoint whose estimate is too large can never be committed. One whose estimate fits may still be
+rejected if it has quantized rows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from typing import Final, NamedTuple
 
 from recpoint.catalog.persist.plan import (
     TENSORS_EACH,
-    rows_of_chunk,
+    rows_of_block,
+    rows_of_largest_chunk,
     stored_row_bytes,
     tensor_chunks,
 )
@@ -88,10 +89,11 @@ def part_sizes(
             sampled += 2 + states + bool(table.row_count)
         if not table.row_count:
             continue
-        rows_each = min(table.row_count, rows_of_chunk(table))
-        blocks = -(-table.row_count // rows_each)
-        chunks += blocks
-        entries += blocks * row_entry_bytes(
+        rows_each = min(table.row_count, rows_of_largest_chunk(table))
+        blocks, remainder = divmod(table.row_count, rows_of_block(table))
+        row_chunks = blocks * -(-rows_of_block(table) // rows_each) - (-remainder // rows_each)
+        chunks += row_chunks
+        entries += row_chunks * row_entry_bytes(
             index,
             part,
             size_bytes=rows_each * stored_row_bytes(table),

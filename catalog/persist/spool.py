@@ -50,7 +50,7 @@ __all__ = [
 
 #: Version of the results that steps leave for each other, and of how a job is divided into groups.
 #: If it differs, a job that another release began is started over.
-_FORM: Final = 2
+_FORM: Final = 3
 
 
 @contextmanager

@@ -51,7 +51,7 @@ class _Narrower(NamedTuple):
         """Return the table as it is staged with this setting."""
         changes: dict[str, object] = {}
         if self.bits is not None and self.bits < table.bits:
-            changes["bits"] = self.bits
+            changes |= {"bits": self.bits, "allocation": None}
         if self.state_bits is not None:
             changes["state_bits"] = self.state_bits
         return table.model_copy(update=changes)

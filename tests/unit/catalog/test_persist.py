@@ -11,7 +11,7 @@ from torch import Tensor
 
 from recpoint.catalog.check.check import check
 from recpoint.catalog.persist import persist, plan
-from recpoint.catalog.persist.quantize import _sample, choose_quantizer
+from recpoint.catalog.persist.quantizer_choice import _sample, choose_quantizer
 from recpoint.catalog.restore.chunks import StoreChunks, read_chunk
 from recpoint.catalog.restore.restore import MemoryTarget
 from recpoint.catalog.run.run import Run

@@ -20,21 +20,34 @@ from recpoint.catalog.staging.area import StagedRun
 from recpoint.catalog.store import durable
 from recpoint.catalog.store.store import open_store
 from recpoint.errors import StagingFull
+from recpoint.format.job import Allocation
 from recpoint.format.manifest import ChunkEntry
 from tests.catalog_builder import Table, new_run
 from tests.job_builder import stage
 
 _ROWS = 60_000
+_MIXED = Allocation(price=(2.0**-20).hex(), state=0, scale=(0.5).hex())
 
 
-def _job(run: Run, tmp_path: Path, bits: int, dirty: bool, rounded: bool) -> Path:
+def _job(
+    run: Run, tmp_path: Path, bits: int, dirty: bool, rounded: bool, mixed: bool = False
+) -> Path:
     generator = torch.Generator().manual_seed(bits)
     values = torch.randn(_ROWS, 8, generator=generator)
     kinds = torch.rand(_ROWS, generator=generator)
     values[kinds < 0.5] = values[kinds < 0.5] * 1e-3 + 1000  # binary16 has no such offset
     values[kinds < 0.05, 0] = float("nan")  # no code is one
     states = (torch.rand(_ROWS, 8, generator=generator), torch.rand(_ROWS, generator=generator))
-    table = Table("t", values, states, bits=bits, state_bits=16 if rounded else None)
+    if mixed:
+        states = ((10 ** (kinds * 9 - 6))[:, None] * states[0], states[1])
+    table = Table(
+        "t",
+        values,
+        states,
+        bits=bits,
+        state_bits=16 if rounded else None,
+        allocation=_MIXED if mixed else None,
+    )
     ids = torch.nonzero(torch.rand(_ROWS, generator=generator) < 0.7).flatten() if dirty else None
     return stage(run, tmp_path / "s", [table], step=1, generation=1, dirty=[ids])
 
@@ -73,6 +86,20 @@ def test_a_group_takes_no_more_of_the_spool_than_planned_and_chunks_do_not_depen
     assert entries == whole
     # As full as they may get, so that there are no more of them than it takes.
     assert max(spooled) <= 250_000 and len(spooled) > 2 and max(blocks) > 1
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+def test_rows_of_many_widths_fill_a_group_and_take_no_more_of_the_spool(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rounded: bool
+) -> None:
+    monkeypatch.setattr(plan, "CHUNK_BYTES", 100_000)
+    monkeypatch.setattr(plan, "GROUP_SPOOL_BYTES", 350_000)
+    job = _job(run, tmp_path, 8, dirty=True, rounded=rounded, mixed=True)
+    entries, blocks, spooled = _encoded(job)
+    assert max(spooled) <= 350_000 and len(spooled) > 2 and max(blocks) <= 2
+    of_rows = [entry for entry in entries if entry.scheme is not None]
+    assert len({entry.bits for entry in of_rows}) > 4
+    assert len(of_rows) < 16 * len(spooled) and max(entry.bytes for entry in of_rows) < 102_000
 
 
 def test_what_another_release_has_left_is_done_again(run: Run, tmp_path: Path) -> None:

@@ -1,0 +1,84 @@
+"""Chooses a width for each row of a block whose table has an allocation (format §7).
+
+The widths follow from the job alone, so that an agent that starts over after a kill writes the same
+bytes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from recpoint.catalog.persist.block_rows import BlockRows, passes
+from recpoint.catalog.persist.plan import RowBlock
+from recpoint.catalog.staging.job import StagedJob, state_name, values_name
+from recpoint.format.dtypes import item_bytes
+from recpoint.format.job import Allocation
+from recpoint.kernels.allocation import WIDTHS, allocate
+from recpoint.kernels.bit_packing.widths import packed_width
+
+__all__ = ["RowWidths", "importance", "row_widths"]
+
+#: Bits of each row's codes, or `EXACT`: u8 [rows of the block].
+RowWidths = np.ndarray[Any, np.dtype[np.uint8]]
+
+#: What a chunk costs beside its rows: its header, its entry in manifests, and a request. Rows of
+#: one width that would cost less in the next wider one get no chunk of their own.
+_CHUNK_COST_BYTES = 4096
+
+
+def row_widths(staged: StagedJob, block: RowBlock, allocation: Allocation) -> RowWidths:
+    """Choose the widths of a block's rows.
+
+    Raises:
+        StagingError: the slot cannot be read.
+    """
+    spec = staged.job.tables[block.table].spec
+    price, scale = float.fromhex(allocation.price), float.fromhex(allocation.scale)
+    values = BlockRows(staged, block, values_name(block.table))
+    states = BlockRows(staged, block, state_name(block.table, allocation.state))
+    widths = np.empty(block.rows, np.uint8)
+    for rows in passes(staged, block):
+        chosen = allocate(
+            values.read(rows).to(torch.float32),
+            importance(states.read(rows), scale),
+            price,
+            exact_bits=8 * item_bytes(spec.dtype),
+        )
+        widths[rows.start : rows.stop] = chosen.numpy()
+    return _with_fewer_chunks(widths, spec.dim)
+
+
+def importance(states: Tensor, scale: float) -> Tensor:
+    """Return `scale` times the mean of each row's state, negative values counted as 0: f32 [n].
+
+    Args:
+        states: [n, …] of a float dtype.
+        scale: above 0.
+    """
+    sums = states.reshape(len(states), -1).clamp(min=0.0).to(torch.float64)
+    count = sums.shape[1]
+    # In halves, in an order that neither threads nor processors change.
+    while sums.shape[1] > 1:
+        half = sums.shape[1] // 2
+        halves = sums[:, :half] + sums[:, half : 2 * half]
+        if sums.shape[1] % 2:
+            halves[:, 0] += sums[:, -1]
+        sums = halves
+    return (sums[:, 0] * (scale / count)).to(torch.float32)
+
+
+def _with_fewer_chunks(widths: RowWidths, dim: int) -> RowWidths:
+    """Return the widths, but where few rows have a width, they have the next wider one."""
+    counts = np.bincount(widths, minlength=max(WIDTHS) + 1)
+    used = [width for width in WIDTHS if counts[width]]
+    for width, wider in itertools.pairwise(used):
+        more_bytes = packed_width(dim, wider) - packed_width(dim, width)
+        if int(counts[width]) * more_bytes < _CHUNK_COST_BYTES:
+            widths[widths == width] = wider
+            counts[wider] += counts[width]
+    return widths
