@@ -283,6 +283,8 @@ def collided(
             if trained == die_at:
                 checkpoints.close(final=False)
                 os.kill(os.getpid(), signal.SIGKILL)
+    if driver is not None:
+        driver.detach()  # a pipelined module looks nothing up outside of its pipeline
     return _whole_state(model, optimizer) | {
         "begun": begun,
         "served": _served(run, kind, policy, model),
