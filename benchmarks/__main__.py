@@ -17,6 +17,7 @@ NAMES = (
     "torchrec",
     "fulls",
     "quantize",
+    "allocation",
     "row_set",
     "start",
     "warm_start",

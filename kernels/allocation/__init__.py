@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from recpoint.kernels.allocation import reference
+from recpoint.kernels.allocation import cpu
 from recpoint.kernels.allocation.costs import EXACT, WIDTHS, row_bits
 
 __all__ = ["EXACT", "WIDTHS", "allocate", "row_bits"]
@@ -31,4 +31,4 @@ def allocate(rows: Tensor, importance: Tensor, price: float, *, exact_bits: int 
         ValueError: a tensor has another shape, dtype or device; the price is negative or not
             finite; exact_bits is below 1.
     """
-    return reference.allocate(rows, importance, price, exact_bits=exact_bits)
+    return cpu.allocate(rows, importance, price, exact_bits=exact_bits)

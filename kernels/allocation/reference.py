@@ -32,9 +32,9 @@ def allocate(rows: Tensor, importance: Tensor, price: float, *, exact_bits: int 
     # From the widest to the narrowest, so that the narrower of two equal costs is taken.
     for width in reversed(WIDTHS):
         error, can_store, is_wide = squared_errors(rows, width)
-        narrow_bits, wide_bits = (row_bits(dim, width, wide=wide) for wide in (False, True))
-        size_cost = torch.where(is_wide, price * float(wide_bits), price * float(narrow_bits))
-        cost = torch.where(can_store, weight * error + size_cost, torch.inf)
+        bits = torch.full((n,), row_bits(dim, width, wide=False), dtype=torch.float64, device="cpu")
+        bits[is_wide] = row_bits(dim, width, wide=True)
+        cost = torch.where(can_store, weight * error + price * bits, torch.inf)
         is_least = is_finite & (cost <= best)
         best = torch.where(is_least, cost, best)
         widths[is_least] = width

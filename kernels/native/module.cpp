@@ -10,14 +10,15 @@
 
 #define DECLARE(set)                                                                             \
     namespace recpoint::set {                                                                    \
-    extern const Operation bit_packing[], copy_ahead[], dirty_bitmap[], dirty_rows[], erasure[], \
-        quantize[], row_blocks[], row_digest[], row_gather[], row_map[], row_set[], slot_map[];  \
+    extern const Operation allocation[], bit_packing[], copy_ahead[], dirty_bitmap[],            \
+        dirty_rows[], erasure[], quantize[], row_blocks[], row_digest[], row_gather[],           \
+        row_map[], row_set[], slot_map[];                                                        \
     }
 #define TABLES(set)                                                                          \
     {                                                                                        \
-        set::bit_packing, set::copy_ahead, set::dirty_bitmap, set::dirty_rows, set::erasure, \
-            set::quantize, set::row_blocks, set::row_digest, set::row_gather, set::row_map,  \
-            set::row_set, set::slot_map                                                      \
+        set::allocation, set::bit_packing, set::copy_ahead, set::dirty_bitmap,               \
+            set::dirty_rows, set::erasure, set::quantize, set::row_blocks, set::row_digest,  \
+            set::row_gather, set::row_map, set::row_set, set::slot_map                       \
     }
 
 DECLARE(baseline)
@@ -29,7 +30,7 @@ DECLARE(avx512)
 namespace recpoint {
 namespace {
 
-constexpr int OPERATIONS = 12;
+constexpr int OPERATIONS = 13;
 
 struct InstructionSet {
     const char* name;

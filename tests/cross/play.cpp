@@ -1,6 +1,7 @@
 // Reads calls of the kernels from a file, makes them, and compares their output with the output
 // that the file expects. For processors that this machine only emulates. test_aarch64.py writes the
 // file.
+#include "../../kernels/allocation/native.cpp"
 #include "../../kernels/bit_packing/native.cpp"
 #include "../../kernels/dirty_bitmap/native.cpp"
 #include "../../kernels/erasure/native.cpp"
@@ -68,6 +69,11 @@ std::vector<Content> play(Call& call) {
                 f[3], 2
             );
         }
+    } else if (call.name == "allocate") {
+        allocate(
+            at<float>(call.given[0]), at<float>(call.given[1]), n[1], at<Prices>(call.given[2]),
+            at<uint8_t>(out[0]), n[0], 2
+        );
     } else if (call.name == "dequantize") {
         dequantize(
             at<uint8_t>(call.given[0]), at<float>(call.given[1]), at<float>(call.given[2]),

@@ -16,6 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from recpoint.kernels.allocation import cpu as allocation
+from recpoint.kernels.allocation import reference as allocation_reference
 from recpoint.kernels.bit_packing import BITS
 from recpoint.kernels.bit_packing import reference as bit_packing
 from recpoint.kernels.erasure import reference as erasure
@@ -78,6 +80,11 @@ def _write_calls(file: BinaryIO) -> int:
             count += _write(file, "pack", [len(rows), dim, bits], [], [codes], expected)
             given = [packed, scale, offset]
             count += _write(file, "dequantize", [len(rows), dim, bits], [], given, [decoded])
+        importance = torch.logspace(-2, 6, len(rows))
+        prices = torch.tensor(allocation.prices(dim, 0.1, 32), dtype=torch.float64)
+        widths = allocation_reference.allocate(rows, importance, 0.1)
+        given = [rows, importance, prices]
+        count += _write(file, "allocate", [len(rows), dim], [], given, [widths])
         ids = torch.randperm(1000)[: len(rows)]
         digest = np.array([row_digest.digest(rows, ids)], np.uint64)
         count += _write(file, "digest", [len(rows), 4 * dim], [], [rows, ids], [digest])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -52,20 +53,21 @@ def test_no_other_width_costs_less(dim: int, price: float) -> None:
         assert set(widths.tolist()) == {*WIDTHS, EXACT}
 
 
-@every("dim", [1, 3, 8, 16, 17, 64])
+@every("dim", [1, 8, 17, 64])
 @every("price", [0.0, 1e-3, 1e20])
-@every("exact_bits", [16, 32])
 def test_any_number_of_threads_gives_the_widths_of_the_reference(
-    dim: int, price: float, exact_bits: int, threads: int
+    dim: int, price: float, threads: int
 ) -> None:
     torch.manual_seed(dim)
-    rows = torch.randn(121, dim) * torch.logspace(-44, 38, 121)[:, None]
+    rows = torch.randn(61, dim) * torch.logspace(-44, 38, 61)[:, None]
     rows[7, 0], rows[8, -1] = NAN, INF
     rows[9], rows[10], rows[11, 0] = 0.25, 0.1, 1000.0
-    importance = torch.logspace(-44, 38, 121).flip(0)[torch.randperm(121)]
+    importance = torch.logspace(-44, 38, 61).flip(0)[torch.randperm(61)]
     importance[3], importance[4], importance[5], importance[6] = NAN, INF, -1.0, 0.0
-    expected = reference.allocate(rows, importance, price, exact_bits=exact_bits)
-    assert torch.equal(allocate(rows, importance, price, exact_bits=exact_bits), expected)
+    for exact_bits in (16, 32):
+        expected = reference.allocate(rows, importance, price, exact_bits=exact_bits)
+        widths = allocate(rows, importance, price, exact_bits=exact_bits)
+        assert torch.equal(widths, expected)
 
 
 def test_a_row_without_importance_takes_the_fewest_bits() -> None:
@@ -136,6 +138,35 @@ def test_a_higher_price_never_asks_for_more_bits() -> None:
         bits.append(torch.where(widths == EXACT, 32, widths).to(torch.int64))
     assert all(bool((fewer <= more).all()) for more, fewer in zip(bits, bits[1:], strict=False))
     assert bits[0].sum() > 4 * bits[-1].sum()
+
+
+def test_the_choice_does_not_hang_on_a_thread_that_takes_subnormals_for_zeros() -> None:
+    torch.manual_seed(0)
+    # Spans from 2^-60 to 2^-50, with subnormal values among them, and importances that bring each
+    # error near the price of a bit.
+    rows = torch.randn(440, 17) * torch.logspace(-60, -50, 440, base=2)[:, None]
+    rows[:, 3:9] *= 1e-24
+    rows[::3, 5] = 1e-40
+    rows[::5, 7] = -1e-40
+    rows[::7] -= rows[::7].amin(dim=1, keepdim=True)
+    importance = 1e-3 * torch.logspace(110, 120, 440, base=2)
+    importance[::40] = 1e-40
+    expected = reference.allocate(rows, importance, 1e-3)
+    assert len(expected.unique()) > 4
+
+    def flushing() -> Tensor | None:
+        return allocate(rows, importance, 1e-3) if torch.set_flush_denormal(True) else None
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # all in the thread that flushes, which ends with the pool
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            widths = pool.submit(flushing).result()
+    finally:
+        torch.set_num_threads(before)
+    if widths is None:
+        pytest.skip("this processor cannot take subnormals for zeros")
+    assert torch.equal(widths, expected)
 
 
 def test_empty_input_gives_empty_output() -> None:
