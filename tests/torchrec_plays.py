@@ -20,6 +20,7 @@ from recpoint.catalog.run.run import Run
 from recpoint.catalog.store.store import open_store
 from recpoint.embeddings import Uniform, cached, local, read_rows
 from recpoint.embeddings.cache.lookup_hooks import cache_of
+from recpoint.errors import SettingsError
 from recpoint.trainer_plugin.policy import PolicyName
 from tests.torchrec_collisions import (
     collided,
@@ -56,6 +57,7 @@ __all__ = [
     "refused",
     "replicated_sequences",
     "same_names",
+    "second_moments",
     "tracked",
     "tracker_of_theirs",
     "under_warm_up",
@@ -144,6 +146,48 @@ def tracked(kinds: Mapping[str, str], optimizer: str = "RowWiseAdagrad", dense: 
     look(True, empty=True)
     look(True)
     source.untrack()
+    return results
+
+
+def second_moments(kinds: Mapping[str, str], optimizer: str) -> Any:
+    """Train three batches; return each table's second moment, or why the table is refused.
+
+    An Adagrad of torch trains the tables of the compute kernel `dense`.
+    """
+    from recpoint.format.manifest import RowStateSpec, TableSpec
+    from recpoint.trainer_plugin.integrations.torchrec import find
+    from recpoint.trainer_plugin.state.second_moments import SecondMoments
+
+    model = sharded(kinds, optimizer=optimizer)
+    source = find(model)
+    assert source is not None
+    by_torch = [table.weight for table in source.tables if not table.fused]
+    adagrad = torch.optim.Adagrad([*by_torch, *model.module.over.parameters()], lr=0.1)
+    for step in range(3):
+        adagrad.zero_grad()
+        model(*batch(step, dist.get_rank())).backward()
+        adagrad.step()
+    moments = SecondMoments([adagrad], [source])
+    results: dict[str, Any] = {}
+    for table in source.tables:
+        states = adagrad.state[table.weight] if table.row_states is None else table.row_states
+        names = [name for name in states if name != "step"]
+        spec = TableSpec(
+            name=table.name,
+            rows=table.table_rows,
+            dim=table.dim,
+            dtype="F32",
+            row_states=tuple(
+                RowStateSpec(name=name, dtype="F32", shape=(), optimizer=0) for name in names
+            ),
+        )
+        try:
+            moment = moments.of(table, spec, 3)
+        except SettingsError as error:
+            results[table.key] = str(error)
+        else:
+            assert moment is not None
+            results[table.key] = (names[moment.state], moment.scale, moment.initial)
     return results
 
 

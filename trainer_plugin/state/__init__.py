@@ -6,5 +6,6 @@ state that it lacks), `model`, `optimizers`, `writable` (tensors that a restore 
 `grad_scalers` and `unknown_optimizers` (those that the Checkpointer was not given), `lookahead`
 (reads ahead of training) with its parts `held_batches`, `anchors`, `reader_inside` and
 `lookahead_state`, `batch_ids` (which rows a batch looks up), `reader` with `loader_parts`,
-`rng`, and `import_note` (the sign of a checkpoint without a trainer's state).
+`rng`, `second_moments` (how much errors in rows matter), and `import_note` (the sign of a
+checkpoint without a trainer's state).
 """
