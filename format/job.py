@@ -79,19 +79,17 @@ class Allocation(Part):
     """How the agent chooses a width for each row of a table (format §7, allocation).
 
     `price` is what one bit may cost. A row's importance is `scale` times the mean of its values of
-    the row state with index `state`, each less `initial`, values below zero counted as zero.
+    the row state with index `state`, values below zero counted as zero.
     """
 
     price: HexFloat
     state: Annotated[int, Field(ge=0, lt=64)]
     scale: HexFloat
-    initial: Annotated[HexFloat | None, Field(exclude_if=is_absent)] = None  # None: 0
 
     @model_validator(mode="after")
     def _positive(self) -> Self:
-        for name in ("price", "scale", "initial"):
-            text = getattr(self, name)
-            if text is not None and float.fromhex(text) <= 0:
+        for name in ("price", "scale"):
+            if float.fromhex(getattr(self, name)) <= 0:
                 raise ValueError(f"the {name} of an allocation must be above zero")
         return self
 
@@ -116,6 +114,7 @@ class StagedTable(Part):
     codes: bool  # true: the slot holds the rows as quantized by `method`, not their values
     scattered: Annotated[Literal[True] | None, Field(exclude_if=is_absent)] = None
     allocation: Annotated[Allocation | None, Field(exclude_if=is_absent)] = None  # None: one width
+    residual: Annotated[Literal[True] | None, Field(exclude_if=is_absent)] = None  # codes: of §3.7
 
     @model_validator(mode="after")
     def _rows(self) -> Self:
@@ -132,6 +131,8 @@ class StagedTable(Part):
             raise ValueError("staged codes need a method, and fewer bits than the dtype has")
         if self.codes and self.spec.dtype == "F64":
             raise ValueError("a table of F64 cannot be staged as codes")
+        if self.residual and (self.codes or not self.is_quantized or self.spec.dtype == "F64"):
+            raise ValueError("residuals need staged values of a quantized table, not of F64")
         return self
 
     @model_validator(mode="after")
@@ -244,6 +245,8 @@ class Job(Record):
         check_links(self.kind, self.step, self.base, self.parent, self.chain_length)
         check_parts(self.ranks, self.servers)
         check_copied_ahead(self.copied_ahead, self.parts)
+        if self.kind == "full" and any(table.residual for table in self.tables):
+            raise ValueError("a full has no residuals")
         if self.rank >= self.parts:
             raise ValueError(f"rank {self.rank} of {self.parts}")
         check_tables([table.spec for table in self.tables])

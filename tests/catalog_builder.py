@@ -59,7 +59,8 @@ class Table:
     state_bits: Literal[16] | None = None  # of staged jobs; what is built here is exact
     state_names: tuple[str, ...] = field(default=())
     columns: Columns | None = None  # of a piece
-    base: Tensor | None = None  # decoded rows of the full: increments store residuals to them
+    residual: bool = False  # of staged increments
+    base: Tensor | None = None  # decoded rows of the full: built increments store residuals
     allocation: Allocation | None = None  # of staged jobs; None: one width
 
     @property

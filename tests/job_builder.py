@@ -150,6 +150,7 @@ def stage(
                 codes=codes and quantized,
                 scattered=None if held is None else True,
                 allocation=table.allocation,
+                residual=True if table.residual and links and links.parent else None,
             )
         )
         if samples and servers and rank < ranks and not rows:

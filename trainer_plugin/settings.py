@@ -232,6 +232,10 @@ class Precision:
             (Adagrad's sum, Adam's moments). "lossless" keeps the bytes. 16: values are rounded to
             bfloat16; non-negative values stay non-negative, zero stays zero, and the relative error
             is at most 2^-8. State with one value for each row is always stored exactly.
+        residual: whether rows of increments are stored as their differences from what the full of
+            their chain decodes to. These span less than the rows do, so that the same bits say
+            more. Only for tables stored in fewer bits, but for float64. The agent reads the full
+            for it, values are staged whatever `place` says, and merges leave the full as it is.
 
     Raises:
         SettingsError: a value is not allowed; the message names the field.
@@ -243,6 +247,7 @@ class Precision:
     quantizer: QuantizerName = "auto"
     place: Where = "auto"
     state: StateBits = "lossless"
+    residual: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.tables, Mapping):
@@ -262,7 +267,11 @@ class Precision:
             quantizer=checked_choice("Precision.quantizer", self.quantizer, QUANTIZERS),
             place=checked_choice("Precision.place", self.place, PLACES),
             state=checked_choice("Precision.state", self.state, STATE_BITS),
+            residual=checked_flag("Precision.residual", self.residual),
         )
+        if self.residual and {self.bits, *self.tables.values()} == {"lossless"}:
+            expected = "False, or fewer bits: rows that are stored exactly have no residuals"
+            raise refused_setting("Precision.residual", self.residual, expected)
 
 
 def as_precision(bits: Precision | Bits) -> Precision:

@@ -305,7 +305,7 @@ def _row_chunk(
         row_count=rows,
         dim=table.spec.dim,
         bits=form.bits,
-        scheme="exact" if form.parameters is None else "asymmetric",
+        scheme=form.scheme(table),
         row_set=coding,
     )
     key = row_chunk_key(

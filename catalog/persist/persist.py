@@ -28,6 +28,7 @@ from recpoint.catalog.persist.ranks import (
     write_part,
 )
 from recpoint.catalog.persist.record_sizes import part_sizes
+from recpoint.catalog.persist.residuals import ResidualRows
 from recpoint.catalog.persist.spool import empty_spool
 from recpoint.catalog.persist.upload import upload_group
 from recpoint.catalog.run.commit import check_fence, commit
@@ -127,6 +128,8 @@ class PersistJob:
         self.job = job
         self._given_store = store
         self._chosen: dict[int, Choice] = {}
+        has_residuals = any(table.residual for table in job.tables)
+        self._residuals = ResidualRows(job, self.open_run) if has_residuals else None
 
     @classmethod
     def open(cls, job_file: Path | str, *, store: Store | None = None) -> Self:
@@ -295,7 +298,7 @@ class PersistJob:
     def quantize(self, group: ChunkGroup) -> str:
         """Call `quantize_group` unless the job is cancelled; return the path of the result."""
         self.raise_if_cancelled()
-        return quantize_group(self.staged, group, self._chosen)
+        return quantize_group(self.staged, group, self._chosen, self._residuals)
 
     def encode(self, group: ChunkGroup) -> str:
         """Call `encode_group` unless the job is cancelled; return the path of the result."""

@@ -16,7 +16,7 @@ from recpoint.errors import MalformedObject
 from recpoint.format.chunk import sample_arrays
 from recpoint.format.dtypes import Dtype, array_bytes, item_bytes
 from recpoint.format.job import Segment, StagedTable
-from recpoint.format.manifest import CODE_BITS, MAX_CHUNK_BYTES
+from recpoint.format.manifest import CODE_BITS, MAX_CHUNK_BYTES, Scheme
 from recpoint.format.naming import MAX_CHUNK
 
 __all__ = [
@@ -73,6 +73,12 @@ class StoredForm(NamedTuple):
 
     bits: int
     parameters: Dtype | None
+
+    def scheme(self, table: StagedTable) -> Scheme:
+        """Return the scheme of the chunks."""
+        if self.parameters is None:
+            return "exact"
+        return "residual" if table.residual else "asymmetric"
 
     def row_bytes(self, table: StagedTable) -> int:
         """Return the bytes of one row's values, or of its codes and their parameters."""

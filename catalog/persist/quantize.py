@@ -16,6 +16,7 @@ from torch import Tensor
 from recpoint.catalog.persist.block_rows import BlockRows, passes
 from recpoint.catalog.persist.plan import ChunkGroup, RowBlock, StoredForm, stored_forms
 from recpoint.catalog.persist.quantizer_choice import Choice, choose_quantizer
+from recpoint.catalog.persist.residuals import BlockResiduals, ResidualRows
 from recpoint.catalog.persist.row_widths import row_widths
 from recpoint.catalog.persist.spool import (
     SpoolFile,
@@ -61,7 +62,12 @@ class _CodedRows(NamedTuple):
     packed: PackedRows
 
 
-def quantize_group(staged: StagedJob, group: ChunkGroup, chosen: dict[int, Choice]) -> str:
+def quantize_group(
+    staged: StagedJob,
+    group: ChunkGroup,
+    chosen: dict[int, Choice],
+    residuals: ResidualRows | None = None,
+) -> str:
     """Quantize and pack the group's rows into the spool.
 
     Rows that cannot be quantized are left out and noted in the result; the next step stores them
@@ -72,6 +78,7 @@ def quantize_group(staged: StagedJob, group: ChunkGroup, chosen: dict[int, Choic
         group: one of its groups.
         chosen: the choice of each table's method, by table index; tables that no earlier group had
             are added.
+        residuals: has the rows to which tables with residuals have them; None: there are none.
 
     Returns:
         Path of the result, a JSON file that names extents of the spool.
@@ -79,6 +86,7 @@ def quantize_group(staged: StagedJob, group: ChunkGroup, chosen: dict[int, Choic
     Raises:
         MalformedObject: the slot has codes that no quantization yields.
         StagingError: the slot cannot be read.
+        RecpointError: as `ResidualRows.of`.
     """
     path = result_path(staged, group.index, "quantized")
     if load_result(path, staged) is None:
@@ -90,10 +98,11 @@ def quantize_group(staged: StagedJob, group: ChunkGroup, chosen: dict[int, Choic
         tables = sorted({block.table for block in blocks})
         for table in tables:
             if table not in chosen:
-                chosen[table] = choose_quantizer(staged, table)
+                chosen[table] = choose_quantizer(staged, table, residuals)
         with SpoolFile(path.with_suffix(".bin")) as spool:
             quantized = [
-                _quantize_block(staged, block, chosen[block.table][1], spool) for block in blocks
+                _quantize_block(staged, block, chosen[block.table][1], spool, residuals)
+                for block in blocks
             ]
         result = {
             "blocks": quantized,
@@ -121,7 +130,11 @@ def quantization_of(staged: StagedJob, groups: Sequence[ChunkGroup]) -> Quantiza
 
 
 def _quantize_block(
-    staged: StagedJob, block: RowBlock, method: Method, spool: SpoolFile
+    staged: StagedJob,
+    block: RowBlock,
+    method: Method,
+    spool: SpoolFile,
+    residuals: ResidualRows | None,
 ) -> dict[str, Any]:
     """Write the block's codes to the spool, and the index of each row's form in `stored_forms`."""
     table = staged.job.tables[block.table]
@@ -131,7 +144,7 @@ def _quantize_block(
         {name: [] for name in CODED_ARRAYS} for _ in forms[:-1]
     ]
     form_of_row = torch.full((block.rows,), exact_form, dtype=torch.uint8, device="cpu")
-    for rows, coded_rows in _coded(staged, block, method):
+    for rows, coded_rows in _coded(staged, block, method, residuals):
         of_pass = form_of_row[rows.start : rows.stop]
         for positions, bits, packed in coded_rows:
             wide = packed.wide & ~packed.exact
@@ -157,7 +170,7 @@ def _quantize_block(
 
 
 def _coded(
-    staged: StagedJob, block: RowBlock, method: Method
+    staged: StagedJob, block: RowBlock, method: Method, residuals: ResidualRows | None
 ) -> Iterator[tuple[range, list[_CodedRows]]]:
     """Yield the block's rows a pass at a time, each pass with its quantized rows.
 
@@ -168,10 +181,13 @@ def _coded(
         for rows, packed in staged_codes(staged, block):
             yield rows, [_CodedRows(None, table.bits, packed)]
         return
+    values: BlockRows | BlockResiduals = BlockRows(staged, block, values_name(block.table))
+    if table.residual:
+        assert residuals is not None  # the job has a table with residuals
+        values = BlockResiduals(staged, block, residuals)
     widths = None
     if table.allocation is not None:
-        widths = row_widths(staged, block, table.allocation)
-    values = BlockRows(staged, block, values_name(block.table))
+        widths = row_widths(staged, block, table.allocation, values)
     for rows in passes(staged, block):
         stored = values.read(rows)
         if widths is None:

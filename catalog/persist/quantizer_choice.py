@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from recpoint.catalog.persist.residuals import ResidualRows, staged_ids
 from recpoint.catalog.staging.job import StagedJob, kernel_method, values_name
 from recpoint.catalog.staging.slot_reading import read_into
 from recpoint.format.dtypes import torch_dtype
@@ -23,11 +24,19 @@ __all__ = ["Choice", "choose_quantizer"]
 Choice = tuple[Quantizer, Method]
 
 
-def choose_quantizer(staged: StagedJob, index: int) -> Choice:
+def choose_quantizer(
+    staged: StagedJob, index: int, residuals: ResidualRows | None = None
+) -> Choice:
     """Choose the method for the rows of table `index`, which must be a quantized table.
+
+    Args:
+        staged: the job.
+        index: index of the table.
+        residuals: the rows to which a table with residuals has them; None: the job has none.
 
     Raises:
         StagingError: the slot cannot be read.
+        RecpointError: as `ResidualRows.of`.
     """
     table = staged.job.tables[index]
     sample_rows, seed = 0, 0
@@ -40,7 +49,7 @@ def choose_quantizer(staged: StagedJob, index: int) -> Choice:
         method = ASYMMETRIC
     else:
         seed = staged.job.step
-        rows = _sample(staged, index, seed)
+        rows = _sample(staged, index, seed, residuals)
         sample_rows = len(rows)
         name = None if table.quantizer == "auto" else table.quantizer
         # Of several widths it matters most for the narrowest, which errs most.
@@ -59,8 +68,10 @@ def choose_quantizer(staged: StagedJob, index: int) -> Choice:
     return quantizer, method
 
 
-def _sample(staged: StagedJob, index: int, seed: int) -> Tensor:
-    """Return a sample of a table's staged rows, or all if there are few: f32 [n, dim]."""
+def _sample(
+    staged: StagedJob, index: int, seed: int, residuals: ResidualRows | None = None
+) -> Tensor:
+    """Return a sample of what is quantized of a table, or all if there is little: f32 [n, dim]."""
     table = staged.job.tables[index]
     count = table.row_count
     positions = torch.arange(count, device="cpu") if count <= SAMPLE_ROWS else drawn(count, seed)
@@ -71,5 +82,8 @@ def _sample(staged: StagedJob, index: int, seed: int) -> Tensor:
     dtype = torch_dtype(table.spec.dtype)
     data = bytearray(sum(extent.length for extent in extents))
     read_into(memoryview(data), *extents)
-    stored = torch.frombuffer(data, dtype=dtype)
-    return stored.reshape(len(extents), table.spec.dim).to(torch.float32)
+    stored = torch.frombuffer(data, dtype=dtype).reshape(len(extents), table.spec.dim)
+    if residuals is None or not table.residual:
+        return stored.to(torch.float32)
+    spans = [range(position, position + 1) for position in positions.tolist()]
+    return residuals.of(index, staged_ids(staged, index, spans), stored)

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from recpoint.catalog.persist.block_rows import BlockRows, passes
 from recpoint.catalog.persist.plan import RowBlock
-from recpoint.catalog.staging.job import StagedJob, state_name, values_name
+from recpoint.catalog.persist.residuals import BlockResiduals
+from recpoint.catalog.staging.job import StagedJob, state_name
 from recpoint.format.dtypes import item_bytes
 from recpoint.format.job import Allocation
 from recpoint.kernels.allocation import WIDTHS, allocate
@@ -31,22 +32,28 @@ RowWidths = np.ndarray[Any, np.dtype[np.uint8]]
 _CHUNK_COST_BYTES = 4096
 
 
-def row_widths(staged: StagedJob, block: RowBlock, allocation: Allocation) -> RowWidths:
+def row_widths(
+    staged: StagedJob, block: RowBlock, allocation: Allocation, values: BlockRows | BlockResiduals
+) -> RowWidths:
     """Choose the widths of a block's rows.
+
+    Args:
+        staged: the job.
+        block: the block.
+        allocation: of its table.
+        values: what is quantized of its rows.
 
     Raises:
         StagingError: the slot cannot be read.
     """
     spec = staged.job.tables[block.table].spec
     price, scale = float.fromhex(allocation.price), float.fromhex(allocation.scale)
-    initial = 0.0 if allocation.initial is None else float.fromhex(allocation.initial)
-    values = BlockRows(staged, block, values_name(block.table))
     states = BlockRows(staged, block, state_name(block.table, allocation.state))
     widths = np.empty(block.rows, np.uint8)
     for rows in passes(staged, block):
         chosen = allocate(
             values.read(rows).to(torch.float32),
-            importance(states.read(rows), scale, initial),
+            importance(states.read(rows), scale),
             price,
             exact_bits=8 * item_bytes(spec.dtype),
         )
@@ -54,17 +61,14 @@ def row_widths(staged: StagedJob, block: RowBlock, allocation: Allocation) -> Ro
     return _with_fewer_chunks(widths, spec.dim)
 
 
-def importance(states: Tensor, scale: float, initial: float = 0.0) -> Tensor:
-    """Return `scale` times the mean of each row's state less `initial`: f32 [n].
-
-    Values that are negative then count as 0.
+def importance(states: Tensor, scale: float) -> Tensor:
+    """Return `scale` times the mean of each row's state, negative values counted as 0: f32 [n].
 
     Args:
         states: [n, …] of a float dtype.
         scale: above 0.
-        initial: the value with which the optimizer began the state.
     """
-    sums = (states.reshape(len(states), -1).to(torch.float64) - initial).clamp(min=0.0)
+    sums = states.reshape(len(states), -1).clamp(min=0.0).to(torch.float64)
     count = sums.shape[1]
     # In halves, in an order that neither threads nor processors change.
     while sums.shape[1] > 1:

@@ -12,6 +12,7 @@ from recpoint.catalog.run.run import Run
 from recpoint.errors import ChainError, FormatError, MissingLink, ObjectNotFound, RecpointError
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import MANIFEST_KEY, ManifestName
+from recpoint.format.records import CheckpointRef
 
 __all__ = [
     "Chain",
@@ -22,6 +23,7 @@ __all__ = [
     "check_with_own",
     "has_chunk_of",
     "needed_beside",
+    "read_base",
     "read_with_chain",
     "resolve_chain",
 ]
@@ -279,27 +281,43 @@ def needed_beside(
     child = next((manifest for manifest in manifests if manifest.needed_base is not None), None)
     if child is None or any(manifest.ref == child.base for manifest in manifests):
         return None
-    base = child.base
-    assert base is not None  # an increment has one
-    key = MANIFEST_KEY.of(base.step, base.generation)
-    if key in avoid:
-        raise _missing_base(child, key, "a full whose chunks are damaged")
-    try:
-        full = read(Representation(ManifestName(base.step, base.generation)))
-    except ObjectNotFound as error:
-        raise _missing_base(child, key, "no manifest") from error
-    if full.ref != base or full.kind != "full":
-        raise _missing_base(child, key, f"a checkpoint of kind {full.kind}, attempt {full.attempt}")
+    assert child.base is not None  # an increment has one
+    full = read_base(child.base, child.ref, read, avoid)
     if (full.tables, full.ranks) != (child.tables, child.ranks):
         raise _broken(child, "other tables or ranks than its base's", "the same in the whole chain")
     return full
 
 
-def _missing_base(child: Manifest, key: str, found: str) -> MissingLink:
+def read_base(
+    base: CheckpointRef,
+    child: CheckpointRef,
+    read: Callable[[Representation], Manifest],
+    avoid: Collection[str] = (),
+) -> Manifest:
+    """Return the full that residuals of `child` are added to; see `needed_beside`.
+
+    Raises:
+        MissingLink: it is gone, or another attempt is in its place, or `avoid` has its key.
+        FormatError: it is damaged.
+    """
+    key = MANIFEST_KEY.of(base.step, base.generation)
+    if key in avoid:
+        raise _missing_base(base, child, key, "a full whose chunks are damaged")
+    try:
+        full = read(Representation(ManifestName(base.step, base.generation)))
+    except ObjectNotFound as error:
+        raise _missing_base(base, child, key, "no manifest") from error
+    if full.ref != base or full.kind != "full":
+        text = f"a checkpoint of kind {full.kind}, attempt {full.attempt}"
+        raise _missing_base(base, child, key, text)
+    return full
+
+
+def _missing_base(base: CheckpointRef, child: CheckpointRef, key: str, found: str) -> MissingLink:
     return MissingLink(
         key,
         found=found,
-        expected=f"{child.base}, the full to whose rows {child.ref} adds residuals",
+        expected=f"{base}, the full to whose rows {child} adds residuals",
         next_step=_NEXT_STEP,
     )
 

@@ -140,6 +140,7 @@ class CutTable:
         codes: the rows as codes, if this process quantized them; None: `values` are staged.
         in_cache: name of the table in its cache, which has the rows; None: `values` has them.
         at_servers: embedding servers stage the rows; the slot has none of them.
+        residual: whether the agent stores the rows as residuals (format §3.7).
     """
 
     spec: TableSpec
@@ -156,6 +157,12 @@ class CutTable:
     codes: Codes | None = None
     in_cache: str | None = None
     at_servers: bool = False
+    residual: bool = False
+
+    @property
+    def may_be_residual(self) -> bool:
+        """Whether the form of its rows allows residuals to a full."""
+        return self.spec.dtype != "F64" and self.bits < 8 * item_bytes(self.spec.dtype)
 
     @property
     def rows_here(self) -> int:
@@ -177,6 +184,7 @@ class CutTable:
             state_bits=self.state_bits,
             method=self.method,
             codes=self.codes is not None,
+            residual=True if self.residual else None,
         )
 
     @property
@@ -194,6 +202,7 @@ class CutTable:
             method=None,  # the agent of the server's host chooses
             codes=False,
             scattered=True if self.at_servers else None,
+            residual=True if self.residual else None,
         )
 
 

@@ -129,10 +129,13 @@ class TableParts:
     def quantize(self, parts: list[CutTable], link: ChainLink, step: int) -> None:
         """Set the method of each part whose quantization method is known.
 
-        Parts whose rows are quantized in this process get codes instead of values.
+        Parts whose rows are quantized in this process get codes instead of values. Parts that the
+        agent stores as residuals keep their values: it chooses the method on residuals.
         """
         for index, (shard, part) in enumerate(zip(self._shards, parts, strict=True)):
-            if shard.table is not None:
+            if link.base is not None and self._precision.residual and part.may_be_residual:
+                parts[index] = replace(part, residual=True)
+            elif shard.table is not None:
                 method = self._quantizer.method(shard.table, part.bits, base=link.base, step=step)
                 if method is not None:
                     parts[index] = replace(part, method=method)

@@ -54,13 +54,18 @@ def restored(place: Place, step: int) -> tuple[torch.Tensor, ...]:
     return table.values, *states
 
 
-@pytest.mark.parametrize("bits", ["lossless", 4])
+@pytest.mark.parametrize(
+    ("bits", "residual"), [("lossless", False), (4, False), (4, True)], ids=str
+)
 @pytest.mark.parametrize("policy", ["consecutive", "one_shot"])
-def test_a_deleted_row_is_zeros_wherever_it_goes(place: Place, bits: object, policy: str) -> None:
+def test_a_deleted_row_is_zeros_wherever_it_goes(
+    place: Place, bits: object, residual: bool, policy: str
+) -> None:
     training = adagrad()
     follower = Follower(place.run)
     gone = DELETED.flatten().unique()
-    with checkpointer(training, place, bits=bits, policy=policy, interval_batches=100) as ckpt:
+    settings = {"bits": bits, "residual": residual, "policy": policy}
+    with checkpointer(training, place, **settings, interval_batches=100) as ckpt:
         ckpt.restore()
 
         def checkpoint() -> int:

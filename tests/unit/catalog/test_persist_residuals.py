@@ -1,0 +1,272 @@
+"""The agent stores changed rows as residuals to the full, which it reads from the store."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from recpoint.catalog.check.check import check
+from recpoint.catalog.check.validate import validate
+from recpoint.catalog.persist import persist
+from recpoint.catalog.persist.residuals import residuals_to
+from recpoint.catalog.persist.spool import empty_spool
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.staging.job_files import read_job
+from recpoint.errors import RanksMissing
+from recpoint.format.job import Job
+from recpoint.format.manifest import Manifest
+from recpoint.format.naming import MANIFEST_KEY, ManifestName
+from tests.catalog_builder import Table, copy_run, new_run
+from tests.consolidation import merge, require_same, restored
+from tests.job_builder import Links, stage
+from tests.mixed_table import a_chunk_for_each_width, mixed_table
+from tests.persisted import objects
+from tests.rank_jobs import RankJobs, ServerJobs
+
+ROWS, DIM = 120, 8
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    run = new_run(tmp_path / "run")
+    run.claim(None)
+    return run
+
+
+def table_of(dtype: torch.dtype = torch.float32, *, bits: int = 3) -> Table:
+    random = torch.Generator().manual_seed(1)
+    values = torch.randn(ROWS, DIM, generator=random).to(dtype)
+    states = (torch.rand(ROWS, DIM, generator=random),)
+    return Table("items", values, states, bits=bits, quantizer="auto", residual=True)
+
+
+def moved(table: Table, number: int) -> Tensor:
+    """Change half of the rows a little, as training does; return their ids."""
+    random = torch.Generator().manual_seed(number)
+    ids = torch.randperm(ROWS, generator=random)[: ROWS // 2].sort().values
+    table.values[ids] += (0.05 * torch.randn(len(ids), DIM, generator=random)).to(table.values)
+    table.states[0][ids] += 1
+    return ids
+
+
+class Training:
+    """Stages and persists a full, and increments after it."""
+
+    def __init__(self, run: Run, staging: Path, table: Table) -> None:
+        self.run, self.staging, self.table = run, staging, table
+        self.links = Links()
+        self.step = 0
+
+    def stage(self, *, dirty: Tensor | None = None) -> Path:
+        self.step += 10
+        return stage(
+            self.run,
+            self.staging,
+            [self.table],
+            step=self.step,
+            generation=1,
+            links=self.links,
+            dirty=None if self.links.parent is None else [dirty],
+            state={"step": self.step},
+            samples=40,
+        )
+
+    def persist(self, *, dirty: Tensor | None = None) -> Manifest:
+        outcome = persist.persist_job(self.stage(dirty=dirty))
+        assert (outcome.result, outcome.error) == ("committed", "")
+        return self.run.manifest(self.step, 1)
+
+
+def schemes(manifest: Manifest) -> set[str | None]:
+    return {chunk.scheme for chunk in manifest.chunks if chunk.content == "rows"}
+
+
+def test_residuals_of_any_mix_of_widths(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a_chunk_for_each_width(monkeypatch)
+    table = mixed_table()
+    table.residual = True
+    links = Links()
+    for step in (10, 20):
+        ids = torch.arange(3, table.rows, 2)
+        if step == 20:
+            table.values[ids] += 0.05 * torch.randn(len(ids), table.dim)
+        dirty = None if step == 10 else [ids]
+        tables, folder = [table], tmp_path / "staging"
+        path = stage(
+            run, folder, tables, step=step, generation=1, links=links, dirty=dirty, samples=200
+        )
+        assert persist.persist_job(path).error == ""
+    increment = run.manifest(20, 1)
+    assert len({entry.bits for entry in increment.chunks if entry.scheme == "residual"}) > 3
+    found = validate(run, ManifestName(20, 1), level="full")
+    assert (found.result, found.findings) == ("passed", ())
+    assert found.rows_compared > 200
+
+
+def error_of(run: Run, manifest: Manifest, table: Table, ids: Tensor) -> float:
+    values = restored(run, manifest)[0].tables["items"].values
+    return float((values[ids].double() - table.values[ids].double()).square().mean().sqrt())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_a_chain_passes_every_validation(run: Run, tmp_path: Path, dtype: torch.dtype) -> None:
+    training = Training(run, tmp_path / "staging", table_of(dtype))
+    assert schemes(training.persist()) == {"asymmetric"}
+    for number in range(1, 4):
+        assert "residual" in schemes(training.persist(dirty=moved(training.table, number)))
+    for step in (20, 40):
+        for level in ("sample", "full"):
+            found = validate(run, ManifestName(step, 1), level=level)
+            assert (found.level, found.result, found.findings) == (level, "passed", ())
+            assert 0.2 < found.worst <= 1
+    assert check(run, level="full").findings == ()
+    newest = run.manifest(40, 1)
+    before = restored(run, newest)[0]
+    merge(run, newest)
+    require_same(restored(run, newest)[0], before)
+    assert validate(run, ManifestName(40, 1), level="full").result == "passed"
+
+
+def test_the_same_bits_say_more_of_a_residual(run: Run, tmp_path: Path) -> None:
+    errors = {}
+    for residual in (True, False):
+        there = new_run(tmp_path / str(residual))
+        there.claim(None)
+        table = table_of()
+        table.residual = residual
+        training = Training(there, tmp_path / f"staging-{residual}", table)
+        training.persist()
+        for number in range(1, 4):
+            ids = moved(table, number)
+            newest = training.persist(dirty=ids)
+        errors[residual] = error_of(there, newest, table, ids)
+    # The rows have moved by 0.05 to 0.09, and have a range of about 3.
+    assert errors[True] < errors[False] / 4
+
+
+def test_however_little_a_row_has_changed_it_gets_codes(run: Run, tmp_path: Path) -> None:
+    training = Training(run, tmp_path / "staging", table_of(bits=2))
+    training.persist()
+    training.table.values[5, 2] += 1e-6
+    ids = torch.tensor([5, 6])  # row 6 was marked and has not changed
+    newest = training.persist(dirty=ids)
+    assert schemes(newest) == {"residual"} and newest.dirty_rows == 2
+    # The error of the full's row is stored too, in steps of its own.
+    before = error_of(run, run.manifest(10, 1), training.table, ids)
+    assert error_of(run, newest, training.table, ids) < before / 2
+
+
+def test_constant_rows_and_rows_that_are_not_finite_are_exact(run: Run, tmp_path: Path) -> None:
+    table = table_of()
+    table.values[3, 1] = torch.inf  # exact in the full
+    training = Training(run, tmp_path / "staging", table)
+    training.persist()
+    table.values[3] = torch.randn(DIM)
+    table.values[7] = 0.0  # deleted
+    table.states[0][7] = 0.0
+    table.values[8, 0] = torch.nan
+    table.values[9, 0] += 0.01
+    ids = torch.tensor([3, 7, 8, 9])
+    newest = training.persist(dirty=ids)
+    kinds = {(chunk.scheme, chunk.row_count) for chunk in newest.chunks if chunk.table == 0}
+    assert kinds == {("exact", 3), ("residual", 1)}
+    values = restored(run, newest)[0].tables["items"].values
+    exact = torch.tensor([3, 7, 8])
+    assert torch.equal(values[exact].view(torch.int32), table.values[exact].view(torch.int32))
+    assert validate(run, ManifestName(20, 1), level="full").result == "passed"
+
+
+def test_rows_whose_sum_could_overflow_are_exact() -> None:
+    base = torch.tensor([[1.0, 2.0], [60000.0, 1.0]], dtype=torch.float16)
+    rows = base + torch.tensor([[0.5, 0.25], [32.0, 0.0]], dtype=torch.float16)
+    assert residuals_to(base, rows).isnan().any(dim=1).tolist() == [False, True]
+    assert not residuals_to(base.float(), rows.float()).isnan().any()
+
+
+def test_a_retried_job_stores_the_same_bytes(run: Run, tmp_path: Path) -> None:
+    training = Training(run, tmp_path / "staging", table_of())
+    training.persist()
+    path = training.stage(dirty=moved(training.table, 1))
+    copies = []
+    for number in range(2):
+        again = copy_run(run, tmp_path / f"copy-{number}")
+        job = persist.PersistJob.open(path, store=again.store)
+        for group in job.groups:
+            job.quantize(group)
+            job.encode(group)
+            job.upload(group)
+        copies.append(objects(again))
+        empty_spool(job.staged)
+    assert copies[0] == copies[1] and len(copies[0]) > len(objects(run))
+
+
+@pytest.mark.parametrize("lost", ["manifest", "chunk", "damaged"])
+def test_a_full_that_is_lost_breaks_the_chain(run: Run, tmp_path: Path, lost: str) -> None:
+    training = Training(run, tmp_path / "staging", table_of())
+    full = training.persist()
+    entry = next(chunk for chunk in full.chunks if chunk.content == "rows")
+    path = training.stage(dirty=moved(training.table, 1))
+    if lost == "manifest":
+        run.store.delete(MANIFEST_KEY.of(10, 1))
+    elif lost == "chunk":
+        run.store.delete(entry.key)
+    else:
+        run.store.put(entry.key, bytes(entry.bytes))
+    outcome = persist.persist_job(path)
+    assert outcome.result == "rejected"
+    assert outcome.error_type == ("DigestMismatch" if lost == "damaged" else "MissingLink")
+
+
+def test_each_rank_reads_the_rows_of_its_shard(run: Run, tmp_path: Path) -> None:
+    table = table_of()
+    jobs = RankJobs(run, [tmp_path / "a", tmp_path / "b"], [table])
+    for step, ids in ((10, None), (20, moved(table, 1)), (30, moved(table, 2))):
+        first, second = jobs.stage(step, dirty=None if ids is None else [ids], samples=20)
+        with pytest.raises(RanksMissing):
+            persist.persist_job(first)
+        assert persist.persist_job(second).result == "committed"
+        assert persist.persist_job(first).result == "committed"
+    assert schemes(run.manifest(30, 1)) == {"residual"}
+    found = validate(run, ManifestName(30, 1), level="full")
+    assert (found.result, found.findings) == ("passed", ())
+
+
+def test_servers_store_residuals_of_their_scattered_rows(run: Run, tmp_path: Path) -> None:
+    small = Table("users", torch.randn(5, 2))
+    table = table_of()
+    jobs = ServerJobs(run, [tmp_path / "trainer", tmp_path / "s0", tmp_path / "s1"], [table, small])
+    for step in (10, 20):
+        dirty = None if step == 10 else [moved(table, 1), torch.tensor([2])]
+        paths = jobs.stage(step, dirty=dirty, samples=20)
+        for path in paths[:-1]:
+            with pytest.raises(RanksMissing):
+                persist.persist_job(path)
+        for path in reversed(paths):
+            assert persist.persist_job(path).result == "committed"
+    assert "residual" in schemes(run.manifest(20, 1))
+    found = validate(run, ManifestName(20, 1), level="full")
+    assert (found.result, found.findings) == ("passed", ())
+
+
+@pytest.mark.parametrize(
+    "changed", [{"bits": 32}, {"codes": True}, {"spec": {"dtype": "F64"}}], ids=str
+)
+def test_jobs_that_ask_for_residuals_where_there_are_none(
+    run: Run, tmp_path: Path, changed: dict[str, object]
+) -> None:
+    training = Training(run, tmp_path / "staging", table_of())
+    training.persist()
+    fields = read_job(training.stage(dirty=moved(training.table, 1))).model_dump()
+    table = fields["tables"][0]
+    assert table["residual"] is True
+    spec = changed.pop("spec", {})
+    table |= changed
+    table["spec"] |= spec
+    with pytest.raises(ValidationError):
+        Job.model_validate(fields)

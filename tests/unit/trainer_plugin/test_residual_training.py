@@ -1,0 +1,146 @@
+"""Trainings whose increments are stored as residuals: under every policy, and over restarts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from recpoint import Precision
+from recpoint.catalog.check.validate import validate
+from recpoint.catalog.restore.order import Selection
+from recpoint.catalog.restore.restore import MemoryTarget, restore
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.staging import job_files
+from recpoint.catalog.staging.area import StagedRun
+from recpoint.catalog.store.store import open_store
+from recpoint.errors import SettingsError
+from recpoint.format.manifest import Manifest
+from recpoint.format.naming import ManifestName
+from tests.training_builder import (
+    Place,
+    Training,
+    checkpointer,
+    reject,
+    simple_training,
+    train,
+    until,
+)
+
+SETTINGS: dict[str, Any] = {"bits": 4, "residual": True, "interval_batches": 1}
+
+
+def schemes(manifest: Manifest) -> set[str | None]:
+    return {chunk.scheme for chunk in manifest.chunks if chunk.content == "rows"}
+
+
+def run_of(place: Place) -> Run:
+    return Run.open(open_store(place.run))
+
+
+def batches(training: Training, ckpt: Any, place: Place, count: int) -> None:
+    """Train batches with a committed checkpoint after each."""
+    for _ in range(count):
+        train(training, ckpt, 1)
+        until(lambda: place.persist_all() > 0)
+        until(lambda: ckpt.stats.committed + ckpt.stats.failed >= ckpt.stats.staged)
+
+
+def worst_error(place: Place, training: Training, step: int) -> float:
+    target = MemoryTarget()
+    restore(run_of(place), target, Selection(step=step))
+    errors = [
+        (target.tables[name].values - table.weight.detach()).abs().max()
+        for name, table in (("users", training.model.users), ("items", training.model.items))
+    ]
+    return float(max(errors))
+
+
+@pytest.mark.parametrize("policy", ["consecutive", "continuous", "intermittent", "one_shot"])
+def test_every_increment_has_residuals_that_validate(place: Place, policy: str) -> None:
+    training = simple_training(lr=0.01)
+    with checkpointer(training, place, policy=policy, **SETTINGS) as ckpt:
+        ckpt.restore()
+        batches(training, ckpt, place, 4)
+    kinds = set()
+    for name in run_of(place).manifest_names():
+        manifest = run_of(place).manifest(*name)
+        kinds.add(manifest.kind)
+        expected = {"asymmetric"} if manifest.kind == "full" else {"residual"}
+        assert schemes(manifest) == expected
+        found = validate(run_of(place), name, level="full")
+        assert (found.result, found.findings) == ("passed", ())
+    assert kinds == {"full", "increment"}
+
+
+def test_a_restart_goes_on_from_an_increment(place: Place) -> None:
+    training = simple_training(lr=0.01)
+    with checkpointer(training, place, **SETTINGS) as ckpt:
+        ckpt.restore()
+        batches(training, ckpt, place, 3)
+    again = simple_training(seed=2, lr=0.01)
+    with checkpointer(again, place, **SETTINGS) as ckpt:
+        assert ckpt.restore() is not None and ckpt.batches_done == 3
+        batches(again, ckpt, place, 2)
+    for step in (4, 5):
+        manifest = run_of(place).manifest(step, run_of(place).generation_numbers()[-1])
+        if manifest.kind == "increment":
+            assert schemes(manifest) == {"residual"}
+        name = ManifestName(manifest.step, manifest.generation)
+        assert validate(run_of(place), name, level="full").result == "passed"
+    assert worst_error(place, again, 5) < 0.2
+
+
+def test_the_setting_may_be_turned_on_at_a_restart(place: Place) -> None:
+    training = simple_training(lr=0.01)
+    with checkpointer(training, place, **(SETTINGS | {"residual": False})) as ckpt:
+        ckpt.restore()
+        batches(training, ckpt, place, 2)
+    again = simple_training(lr=0.01)
+    with checkpointer(again, place, **SETTINGS) as ckpt:
+        ckpt.restore()
+        batches(again, ckpt, place, 2)
+    newest = run_of(place).live_line()[0]
+    assert validate(run_of(place), newest, level="full").result == "passed"
+
+
+def test_values_are_staged_wherever_rows_are_quantized(place: Place) -> None:
+    training = simple_training(lr=0.01)
+    settings = SETTINGS | {"place": "device", "quantizer": "asymmetric"}
+    with checkpointer(training, place, **settings) as ckpt:
+        ckpt.restore()
+        for kind in ("full", "increment"):
+            train(training, ckpt, 1)
+            until(lambda: len(StagedRun(place.run_directory).staged_jobs()) == 1)
+            job = job_files.read_job(StagedRun(place.run_directory).staged_jobs()[0])
+            assert job.kind == kind
+            assert [table.codes for table in job.tables] == [kind == "full"] * 2
+            assert [table.residual for table in job.tables] == [
+                None if kind == "full" else True
+            ] * 2
+            assert place.persist_all() == 1
+            until(lambda: ckpt.stats.committed == ckpt.batches_done)
+
+
+def test_rows_of_a_rejected_increment_are_in_the_next_one(place: Place) -> None:
+    training = simple_training(lr=0.01)
+    with checkpointer(training, place, **SETTINGS) as ckpt:
+        ckpt.restore()
+        batches(training, ckpt, place, 1)
+        train(training, ckpt, 1)
+        until(lambda: len(StagedRun(place.run_directory).staged_jobs()) == 1)
+        reject(StagedRun(place.run_directory).staged_jobs()[0], "DigestMismatch")
+        until(lambda: ckpt.stats.failed == 1)
+        batches(training, ckpt, place, 1)
+    newest = run_of(place).live_line()[0]
+    assert newest.step == 3
+    assert validate(run_of(place), newest, level="full").result == "passed"
+    assert worst_error(place, training, 3) < 0.2
+
+
+def test_residuals_need_fewer_bits() -> None:
+    with pytest.raises(SettingsError, match=r"Precision\.residual"):
+        Precision(residual=True)
+    assert Precision(residual=True, tables={"users": 4}).residual
+    with pytest.raises(SettingsError, match=r"Precision\.residual"):
+        Precision(bits=4, residual=1)  # type: ignore[arg-type]
