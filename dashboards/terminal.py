@@ -16,6 +16,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from recpoint.catalog.overview.width_mix import width_mix
 from recpoint.catalog.retention.discard_staged import StagedLoss
 from recpoint.catalog.retention.plan import PrunePlan
 from recpoint.catalog.retention.staged import Fate, StagedWork
@@ -28,7 +29,7 @@ from recpoint.format.history import ChosenPrecision, History
 from recpoint.format.manifest import Manifest, Quantizer, TableSpec
 from recpoint.format.naming import CONSOLIDATED_KEY, ManifestName, ValidationResult
 from recpoint.format.validation import ValidationFinding
-from recpoint.units import bytes_text, cache_text, copied_text, time_text
+from recpoint.units import bytes_text, cache_text, copied_text, time_text, widths_text
 
 if TYPE_CHECKING:
     from recpoint.catalog.check.check import CheckReport, Severity
@@ -324,6 +325,9 @@ def tables_table(manifest: Manifest) -> Table:
     for index, spec in enumerate(manifest.tables):
         chunks = [chunk for chunk in manifest.chunks if chunk.table == index]
         precisions = sorted({precision_text(chunk.scheme, chunk.bits) for chunk in chunks})
+        widths = width_mix(chunks, manifest.tables)
+        if widths is not None and not widths.is_one_width:
+            precisions = [f"{widths.mean_bits:.2f} bit on average"]
         states = (f"{state.name} {state.dtype}{list(state.shape)}" for state in spec.row_states)
         table.add_row(
             shown(spec.name),
@@ -339,6 +343,18 @@ def tables_table(manifest: Manifest) -> Table:
             *([shown("; ".join(sorted(quantizers.get(index, ()))))] if quantizers else []),
         )
     return table
+
+
+def widths_fields(manifest: Manifest) -> list[tuple[str, object]]:
+    """Return a name and a text for each table whose rows have several widths."""
+    fields: list[tuple[str, object]] = []
+    for index, spec in enumerate(manifest.tables):
+        of_table = [chunk for chunk in manifest.chunks if chunk.table == index]
+        widths = width_mix(of_table, manifest.tables)
+        if widths is not None and not widths.is_one_width:
+            text = widths_text(widths.mean_bits, widths.row_shares)
+            fields.append(("widths", f"{spec.name:.200}: {text}"))
+    return fields
 
 
 def _columns_text(spec: TableSpec) -> str:

@@ -19,7 +19,15 @@ from recpoint.catalog.staging.trainer_note import BEAT_SECONDS
 from recpoint.dashboards.terminal import shown
 from recpoint.dashboards.watched_runs import RunView, WatchedRun
 from recpoint.format.retention_records import Plan
-from recpoint.units import bytes_text, cache_text, copied_text, counted, duration_text, time_text
+from recpoint.units import (
+    bytes_text,
+    cache_text,
+    copied_text,
+    counted,
+    duration_text,
+    time_text,
+    widths_text,
+)
 
 __all__ = [
     "CHECKPOINT_HEADINGS",
@@ -407,6 +415,9 @@ def checkpoint_row(checkpoint: CheckpointFacts) -> tuple[str, ...]:
         )
     if checkpoint.cache is not None:
         notes.append(cache_text(checkpoint.cache))
+    widths = checkpoint.widths
+    if widths is not None and not widths.is_one_width:
+        notes.append(widths_text(widths.mean_bits, widths.row_shares))
     validation = NONE if checkpoint.validation is None else str(checkpoint.validation)
     if checkpoint.error is not None:
         notes.insert(0, plain(checkpoint.error))

@@ -16,6 +16,7 @@ from recpoint.catalog.overview.overview import (
     State,
     Totals,
 )
+from recpoint.catalog.overview.width_mix import WidthMix, width_mix
 from recpoint.catalog.run.chain import Chain
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.run.validations import Verdict
@@ -60,6 +61,7 @@ class ManifestFigures(NamedTuple):
     due_batches: int | None
     copied_ahead: CopiedAhead | None
     cache: CacheUse | None
+    widths: WidthMix | None
     error: str | None
 
 
@@ -79,13 +81,14 @@ def kept(manifest: Manifest) -> ManifestFigures:
         due_batches=manifest.history.due_batches,
         copied_ahead=manifest.copied_ahead,
         cache=manifest.cache,
+        widths=width_mix(manifest.chunks, manifest.tables),
         error=None,
     )
 
 
 def unreadable(error: RecpointError) -> ManifestFigures:
     """Return the figures to keep of an unreadable manifest."""
-    return ManifestFigures("full", 0, 0, 0, 0, 0, 0, 0, None, None, None, None, str(error))
+    return ManifestFigures("full", 0, 0, 0, 0, 0, 0, 0, None, None, None, None, None, str(error))
 
 
 def state_of(read: ManifestFigures, verdict: Verdict | None) -> State:

@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from recpoint.catalog.overview.width_mix import WidthMix
 from recpoint.catalog.run.validations import Verdict
 from recpoint.catalog.staging.agent_trouble import AgentTrouble
 from recpoint.format.manifest import CacheUse, CopiedAhead
@@ -93,6 +94,7 @@ class CheckpointFacts:
         full_bytes: bytes of a full, exact (fp32) checkpoint of the same state.
         copied_ahead: rows and bytes copied before its stall and in it; None: none was before.
         cache: what the cache of the trainer's tables did before it; None: no table was in a cache.
+        widths: widths of the rows that it stores; None: it stores none.
         error: what is wrong with its manifest; the other figures are then 0 or None.
     """
 
@@ -118,6 +120,7 @@ class CheckpointFacts:
     full_bytes: int
     copied_ahead: CopiedAhead | None = None
     cache: CacheUse | None = None
+    widths: WidthMix | None = None
     error: str | None = None
 
 

@@ -348,6 +348,7 @@ class RunWatch:
             full_bytes=read.full_bytes,
             copied_ahead=read.copied_ahead,
             cache=read.cache,
+            widths=read.widths,
             error=read.error,
         )
 

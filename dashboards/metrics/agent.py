@@ -116,6 +116,8 @@ def _sample_catalog(samples: Samples, run: str, catalog: CatalogWatch) -> None:
     add("ended", int(view.ended is not None))
     add("restore_manifests", view.restore.manifests_to_read if view.restore else None)
     add("restore_bytes", view.restore.bytes_to_read if view.restore else None)
+    widths = None if view.newest is None else view.newest.widths
+    add("value_bits", None if widths is None else widths.mean_bits)
     kinds = [failure.kind for failure in view.failures]
     troubles = ((kind, kinds.count(kind)) for kind in TROUBLES)
     samples.add_each("recpoint_catalog_troubles", troubles, label="kind", run=run)

@@ -250,6 +250,11 @@ AGENT_METRICS: Final = (
         ),
         ("restore_bytes", "gauge", "run", "Bytes of chunks that such a restore reads."),
         (
+            *("value_bits", "gauge", "run"),
+            "Bits of a value, on average, in the rows that the newest checkpoint stores. Absent if "
+            "it stores none.",
+        ),
+        (
             *("troubles", "gauge", "run kind"),
             "Stored checkpoints that are damaged, by kind: validation (failed, and passed none "
             "since), manifest (unreadable), chain (an object that it needs is missing or damaged).",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Protocol
 
@@ -13,6 +14,7 @@ __all__ = [
     "duration_text",
     "stripes_text",
     "time_text",
+    "widths_text",
 ]
 
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB", "EB")
@@ -85,6 +87,19 @@ def stripes_text(fits: int, unknown: int) -> str:
     """How many stripes of embedding servers had the parity that they should have."""
     text = f"{fits:,} on embedding servers fit their parity"
     return f"{text}, {unknown:,} could not be compared" if unknown else text
+
+
+def widths_text(mean_bits: float, row_shares: Sequence[tuple[str, float]]) -> str:
+    """How many bits a stored value has, and the share of the rows in each width.
+
+    Args:
+        mean_bits: of a value.
+        row_shares: the share of the rows in each width: bits of a code, or `exact`.
+    """
+    shares = ", ".join(
+        f"{share:.1%} {word if word == 'exact' else f'in {word}'}" for word, share in row_shares
+    )
+    return f"{mean_bits:.2f} bits a value (of the rows, {shares})"
 
 
 def copied_text(rows_before: int, rows_in_stall: int) -> str:

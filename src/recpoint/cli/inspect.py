@@ -511,6 +511,7 @@ def show(
         fields.append(("precision", terminal.decision_text(manifest.history.precision)))
     if manifest.quantized_by:
         fields.append(("quantized by", manifest.quantized_by))
+    fields += terminal.widths_fields(manifest)
     if manifest.state_bits is not None:
         fields.append(("row states", "F32 states of several values a row are rounded to BF16"))
     views: list[RenderableType] = [terminal.fields_table(fields), terminal.tables_table(manifest)]

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from recpoint import Follower, restore_parts
 from recpoint.catalog.check.check import check
+from recpoint.catalog.overview.watch import RunWatch
+from recpoint.catalog.overview.width_mix import width_mix
 from recpoint.catalog.persist.persist import persist_job
 from recpoint.catalog.restore.chunks import StoreChunks, read_chunk, row_ids
 from recpoint.catalog.restore.placement import PartsTarget
@@ -24,6 +26,7 @@ from recpoint.errors import RanksMissing
 from recpoint.format.chunk import Section
 from recpoint.format.manifest import CODE_BITS, ChunkEntry, Manifest
 from recpoint.format.naming import MANIFEST_KEY
+from recpoint.kernels.allocation import EXACT
 from tests.catalog_builder import new_run
 from tests.consolidation import chain_of, merge, require_same, restored
 from tests.mixed_table import a_chunk_for_each_width, decoded, mixed_table, widths_of
@@ -201,6 +204,23 @@ def test_what_retention_keeps_restores(
     assert report.chain_length == 1
     assert same(target.tables["items"].values, expected[0])
     assert check(run, level="full").ok
+
+
+def test_the_mix_of_a_checkpoint(run: Run) -> None:
+    manifest = run.manifest(STEPS[0], 1)
+    mix = width_mix(manifest.chunks, manifest.tables)
+    table = mixed_table(dim=8)
+    widths = widths_of(table)
+    assert mix is not None and not mix.is_one_width
+    names = {EXACT: "exact", **{bits: str(bits) for bits in CODE_BITS}}
+    shares = {names[bits]: int((widths == bits).sum()) / 400 for bits in names}
+    assert dict(mix.row_shares) == shares
+    assert [name for name, _ in mix.row_shares] == [*map(str, CODE_BITS), "exact"]
+    bits_of_rows = torch.where(widths == EXACT, 32, widths.long())
+    assert mix.mean_bits == pytest.approx(float(bits_of_rows.double().mean()))
+    (facts,) = (c for c in RunWatch(run).refresh().checkpoints if c.step == STEPS[0])
+    assert facts.widths == mix
+    assert width_mix((), manifest.tables) is None
 
 
 @pytest.mark.parametrize("quantized", [False, True])

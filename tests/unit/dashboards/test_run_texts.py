@@ -26,6 +26,7 @@ from recpoint.catalog.overview.overview import (
     Totals,
 )
 from recpoint.catalog.overview.watch import RunWatch
+from recpoint.catalog.overview.width_mix import WidthMix
 from recpoint.catalog.run.run import Run
 from recpoint.dashboards import page, server_texts, texts
 from recpoint.dashboards.watched_runs import RunView, WatchedRun, WatchedRuns
@@ -307,6 +308,14 @@ def test_the_stall_names_the_rows_that_were_copied_before_it() -> None:
     assert texts.checkpoint_row(ahead)[-1] == "99.2% of 1,000 rows copied before the stall"
     _, words = page.stall_chart(drawn_of(facts(30, copied_ahead=copied), ahead, facts(10)))
     assert words.endswith("2 checkpoints read ahead: 99.2% of 2,000 rows copied before the stall.")
+
+
+def test_a_checkpoint_of_many_widths_says_how_many_rows_have_which() -> None:
+    mixed = WidthMix(mean_bits=2.345, row_shares=(("2", 0.8), ("8", 0.19), ("exact", 0.01)))
+    (*_, notes) = texts.checkpoint_row(facts(1, widths=mixed))
+    assert notes == "2.35 bits a value (of the rows, 80.0% in 2, 19.0% in 8, 1.0% exact)"
+    one = WidthMix(mean_bits=4.0, row_shares=(("4", 1.0),))
+    assert "bits" not in texts.checkpoint_row(facts(1, widths=one))[-1]
 
 
 def test_rows_have_a_cell_for_each_heading() -> None:
