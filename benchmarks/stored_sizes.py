@@ -30,7 +30,7 @@ from recpoint.catalog.staging.job import StagedJob
 from recpoint.format.chunk import ChunkMeta, RowSetCoding, Section, chunk_header
 from recpoint.format.dtypes import Dtype, array_bytes, item_bytes
 from recpoint.format.job import Job
-from recpoint.format.manifest import ChunkEntry, Manifest, Scheme
+from recpoint.format.manifest import GRID_DTYPE, ChunkEntry, Manifest, Scheme
 from recpoint.format.naming import row_chunk_key, sample_chunk_key, state_chunk_key
 from recpoint.format.records import pack_record
 from recpoint.kernels import row_set
@@ -170,7 +170,7 @@ class MergedFull:
         table = self._job.tables[index]
         row = _ID_BYTES + stored_form.row_bytes(table)
         row += sum(
-            array_bytes(dtype, state.shape)
+            state.row_bytes(dtype)
             for state, dtype in zip(table.spec.row_states, table.state_dtypes, strict=True)
         )
         return max(1, min(CHUNK_BYTES // row, table.spec.rows))
@@ -237,6 +237,8 @@ def _row_chunk(job: Job, index: int, number: int, ids: Ids, stored_form: StoredF
         sections += [_section(name, parameters, (count,)) for name in ("scale", "offset")]
     for place, (state, dtype) in enumerate(zip(spec.row_states, table.state_dtypes, strict=True)):
         sections.append(_section(f"state.{place}", dtype, (count, *state.shape)))
+        if state.is_coded(dtype):
+            sections.append(_section(f"state.{place}.grid", GRID_DTYPE, (count,)))
     if coded.payload is not None:
         sections.append(_section("row_set", "U8", (len(coded.payload),)))
     key = row_chunk_key(

@@ -14,6 +14,7 @@ from recpoint.errors import DigestMismatch, ForeignObject, MalformedObject
 from recpoint.format import naming
 from recpoint.format.dtypes import Dtype, item_bytes
 from recpoint.format.manifest import (
+    GRID_DTYPE,
     MAX_TABLE_ROWS,
     ChunkEntry,
     Manifest,
@@ -279,9 +280,12 @@ def _check_rows(
         implied["scale"] = implied["offset"] = ("F16" if half else "F32", (rows,))
     for index, state in enumerate(spec.row_states):
         name = f"state.{index}"
-        narrow = name in sections and sections[name].dtype == state.narrow_dtype
-        dtype = state.narrow_dtype if narrow else state.dtype
+        dtype = sections[name].dtype if name in sections else state.dtype
+        if not state.is_coded(dtype) and dtype != state.narrow_dtype:
+            dtype = state.dtype
         implied[name] = (dtype, (rows, *state.shape))
+        if state.is_coded(dtype):
+            implied[f"{name}.grid"] = (GRID_DTYPE, (rows,))
 
     if sections.keys() != implied.keys():
         extra = sorted(sections.keys() - implied.keys()) + sorted(implied.keys() - sections.keys())

@@ -19,7 +19,9 @@ from recpoint.format.manifest import (
     Kind,
     Quantizer,
     RankCount,
+    RowStateSpec,
     ServerCount,
+    StateBits,
     TableSpec,
     Word,
     check_copied_ahead,
@@ -39,6 +41,7 @@ from recpoint.format.records import (
     Record,
     Step,
 )
+from recpoint.format.untrusted_json import brief
 
 __all__ = [
     "QUANTIZERS",
@@ -109,12 +112,16 @@ class StagedTable(Part):
     all_rows: bool  # true: every row of the shard is staged, in order, without an ids segment
     bits: Annotated[int, Field(ge=2, le=64)]  # of CODE_BITS; or the dtype's own width: exact
     quantizer: QuantizerName  # ignored if the table is stored exactly
-    state_bits: Literal[16] | None  # 16: row states are rounded to bfloat16 where §3.5 allows it
+    state_bits: StateBits | None  # bits of row states where §3.5 allows fewer; None: as they are
     method: ChosenMethod | None  # quantizes the rows; None: the agent chooses if bits asks for it
     codes: bool  # true: the slot holds the rows as quantized by `method`, not their values
     scattered: Annotated[Literal[True] | None, Field(exclude_if=is_absent)] = None
     allocation: Annotated[Allocation | None, Field(exclude_if=is_absent)] = None  # None: one width
     residual: Annotated[Literal[True] | None, Field(exclude_if=is_absent)] = None  # codes: of §3.7
+    second_moments: Annotated[  # indices of row states that are never negative, ascending
+        tuple[Annotated[int, Field(ge=0, lt=64)], ...] | None,
+        Field(min_length=1, max_length=64, strict=False, exclude_if=is_absent),
+    ] = None
 
     @model_validator(mode="after")
     def _rows(self) -> Self:
@@ -153,6 +160,13 @@ class StagedTable(Part):
             raise ValueError(f"an allocation by the row state {state.name!r:.80} of {state.dtype}")
         return self
 
+    @model_validator(mode="after")
+    def _moments(self) -> Self:
+        moments, count = self.second_moments or (), len(self.spec.row_states)
+        if list(moments) != sorted({index for index in moments if index < count}):
+            raise ValueError(f"second moments {brief(list(moments))} of {count} row states")
+        return self
+
     @property
     def is_quantized(self) -> bool:
         """Whether its rows are stored with fewer bits than their dtype has."""
@@ -164,16 +178,27 @@ class StagedTable(Part):
         return self.spec.rows if self.scattered else self.shard_rows
 
     @property
-    def rounds_states(self) -> bool:
-        """Whether any staged row state is stored in a narrower dtype."""
-        exact = tuple(state.dtype for state in self.spec.row_states)
-        return self.row_count > 0 and self.state_dtypes != exact
+    def least_state_bits(self) -> StateBits | None:
+        """The fewest bits of a value of staged row states that are stored narrower; None: none."""
+        pairs = list(zip(self.spec.row_states, self.state_dtypes, strict=True))
+        if not self.row_count or all(dtype == state.dtype for state, dtype in pairs):
+            return None
+        return 8 if any(state.is_coded(dtype) for state, dtype in pairs) else 16
 
     @property
     def state_dtypes(self) -> tuple[Dtype, ...]:
         """The dtypes in which its row states are stored."""
-        states = self.spec.row_states
-        return tuple(s.dtype if self.state_bits is None else s.narrow_dtype for s in states)
+        return tuple(
+            self._state_dtype(index, state) for index, state in enumerate(self.spec.row_states)
+        )
+
+    def _state_dtype(self, index: int, state: RowStateSpec) -> Dtype:
+        if self.state_bits is None:
+            return state.dtype
+        is_moment = index in (self.second_moments or ())
+        if self.state_bits == 8 and is_moment and state.may_be_narrower:
+            return "U8"  # codes; a chunk with a value that has no code keeps the state as it is
+        return state.narrow_dtype
 
 
 class Job(Record):

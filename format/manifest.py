@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Literal, NamedTuple, Self
+from typing import Annotated, Final, Literal, NamedTuple, Self
 
 from pydantic import FailFast, Field, model_validator
 
 from recpoint.format import naming
-from recpoint.format.dtypes import Dtype, item_bytes
+from recpoint.format.dtypes import Dtype, array_bytes, item_bytes
 from recpoint.format.history import History
 from recpoint.format.records import (
     CheckpointRef,
@@ -30,6 +30,7 @@ __all__ = [
     "CheckedStripes",
     "CopiedAhead",
     "Dtype",
+    "GRID_DTYPE",
     "Kind",
     "Links",
     "MAX_CHAIN_LENGTH",
@@ -45,6 +46,7 @@ __all__ = [
     "ServerCount",
     "Size",
     "StandsFor",
+    "StateBits",
     "TableSpec",
     "Word",
     "check_chunks",
@@ -54,6 +56,7 @@ __all__ = [
     "check_quantizers",
     "check_tables",
     "is_absent",
+    "least_bits",
 ]
 
 MAX_CHUNK_BYTES = 2**32 - 1
@@ -65,6 +68,11 @@ MAX_CHAIN_LENGTH = 1_000_000
 
 #: Bits of one quantized value.
 CODE_BITS = (2, 3, 4, 5, 6, 8)
+
+#: Bits of a value of row states that may be narrower; what a checkpoint has at the narrowest.
+StateBits = Literal[8, 16]
+#: The dtype of a coded row state's grids, one a row.
+GRID_DTYPE: Final[Dtype] = "I16"
 
 Kind = Literal["full", "increment"]
 Scheme = Literal["asymmetric", "exact", "residual"]
@@ -82,6 +90,11 @@ _Parameter = Annotated[int, Field(ge=0, lt=2**31)]
 
 #: A word for people and for tuning; readers accept words that they do not know.
 Word = Annotated[str, Field(pattern=r"\A[a-z][a-z0-9_]{0,31}\z")]
+
+
+def least_bits(bits: Iterable[StateBits | None]) -> StateBits | None:
+    """Return the fewest bits of row states; None if nothing has states in fewer bits."""
+    return min((narrow for narrow in bits if narrow is not None), default=None)
 
 
 def check_links(
@@ -114,10 +127,28 @@ class RowStateSpec(Part):
     optimizer: Annotated[int, Field(ge=0, lt=1000)]
 
     @property
+    def may_be_narrower(self) -> bool:
+        """Whether it may be stored in fewer bits (format §3.5); one value a row stays exact."""
+        return self.dtype == "F32" and any(size > 1 for size in self.shape)
+
+    @property
     def narrow_dtype(self) -> Dtype:
-        """The dtype in which it is stored when rounding is allowed; one value a row stays exact."""
-        several = any(size > 1 for size in self.shape)
-        return "BF16" if self.dtype == "F32" and several else self.dtype
+        """The dtype in which it is stored if it is rounded to 16 bits where that is allowed."""
+        return "BF16" if self.may_be_narrower else self.dtype
+
+    @property
+    def least_bytes(self) -> int:
+        """The fewest bytes in which a row of it may be stored."""
+        return self.row_bytes("U8" if self.may_be_narrower else self.dtype)
+
+    def is_coded(self, dtype: Dtype) -> bool:
+        """Tell whether it is stored as codes if its array has this dtype."""
+        return dtype == "U8" and self.may_be_narrower
+
+    def row_bytes(self, dtype: Dtype) -> int:
+        """Return the stored bytes of a row's state if its array has this dtype; with its grid."""
+        grid = array_bytes(GRID_DTYPE, ()) if self.is_coded(dtype) else 0
+        return array_bytes(dtype, self.shape) + grid
 
 
 class Columns(Part):
@@ -441,7 +472,7 @@ class Manifest(StoredRecord):
         tuple[Quantizer, ...], Field(max_length=MAX_CHUNKS, strict=False), FailFast()
     ]
     quantized_by: Annotated[str, Field(max_length=255)]
-    state_bits: Literal[16] | None
+    state_bits: StateBits | None
     snapshot_ms: Milliseconds
     staged_ms: Milliseconds
     committed_ms: Milliseconds

@@ -23,6 +23,7 @@ from recpoint.format.manifest import (
     Quantizer,
     RankCount,
     ServerCount,
+    StateBits,
     TableSpec,
     Word,
     check_chunks,
@@ -96,7 +97,7 @@ class RankPart(StoredRecord):
         tuple[Quantizer, ...], Field(max_length=100_000, strict=False), FailFast()
     ]
     quantized_by: Annotated[str, Field(max_length=255)]
-    state_bits: Literal[16] | None
+    state_bits: StateBits | None
     snapshot_ms: Milliseconds
     staged_ms: Milliseconds
     written_ms: Milliseconds

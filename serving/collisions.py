@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from recpoint.catalog.restore.chunks import StoredRows
+from recpoint.catalog.restore.coded_state import state_values
 from recpoint.catalog.restore.rows import LogicalTable
 from recpoint.embeddings.tables.managed_collisions import NO_ID, RAW_ID, IdShards, MappedTable
 from recpoint.errors import IncompatibleModel
@@ -53,7 +54,7 @@ class CodedRowsWithIds:
     def take(self, stored: StoredRows, positions: Tensor | None) -> None:
         """Take rows and raw ids over; see `catalog.restore.target.RowSink.take`."""
         self._coded.take(stored, positions)
-        raw_ids = stored.row_states[self._state]
+        raw_ids = state_values(stored.row_states[self._state])
         rows = stored.rows
         if isinstance(rows, range):
             rows = torch.arange(rows.start, rows.stop, device="cpu")

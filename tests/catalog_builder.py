@@ -8,7 +8,6 @@ import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
 
 import crc32c
 import torch
@@ -22,7 +21,14 @@ from recpoint.format.chunk import ChunkMeta, Section, build_chunk, tensor_sectio
 from recpoint.format.dtypes import dtype_name, item_bytes
 from recpoint.format.history import History
 from recpoint.format.job import Allocation, QuantizerName
-from recpoint.format.manifest import ChunkEntry, Columns, Manifest, RowStateSpec, TableSpec
+from recpoint.format.manifest import (
+    ChunkEntry,
+    Columns,
+    Manifest,
+    RowStateSpec,
+    StateBits,
+    TableSpec,
+)
 from recpoint.format.naming import parse_chunk_key, row_chunk_key, state_chunk_key
 from recpoint.format.records import CheckpointRef
 from recpoint.format.state_tree import flatten
@@ -56,7 +62,8 @@ class Table:
     states: tuple[Tensor, ...] = ()
     bits: int | None = None  # None: exact
     quantizer: QuantizerName = "asymmetric"  # of staged jobs; what is built here is asymmetric
-    state_bits: Literal[16] | None = None  # of staged jobs; what is built here is exact
+    state_bits: StateBits | None = None  # of staged jobs; what is built here is exact
+    second_moments: tuple[int, ...] | None = None  # of staged jobs, with 8 bits
     state_names: tuple[str, ...] = field(default=())
     columns: Columns | None = None  # of a piece
     residual: bool = False  # of staged increments

@@ -146,6 +146,7 @@ def stage(
                 bits=table.bits or 8 * item_bytes(table.spec.dtype),
                 quantizer=table.quantizer,
                 state_bits=table.state_bits,
+                second_moments=table.second_moments,
                 method=method if quantized else None,
                 codes=codes and quantized,
                 scattered=None if held is None else True,

@@ -176,8 +176,8 @@ Bits = FixedBits | Literal["auto"]
 BIT_WIDTHS: tuple[Bits, ...] = ("lossless", "auto", 2, 3, 4, 5, 6, 8)
 
 #: Bits of a stored value of element-wise optimizer state.
-StateBits = Literal["lossless", 16]
-STATE_BITS: tuple[StateBits, ...] = ("lossless", 16)
+StateBits = Literal["lossless", 8, 16]
+STATE_BITS: tuple[StateBits, ...] = ("lossless", 8, 16)
 
 #: Where rows are quantized.
 Where = Literal["auto", "host", "device"]
@@ -231,7 +231,11 @@ class Precision:
         state: bits of each value of optimizer state with several float32 values for each row
             (Adagrad's sum, Adam's moments). "lossless" keeps the bytes. 16: values are rounded to
             bfloat16; non-negative values stay non-negative, zero stays zero, and the relative error
-            is at most 2^-8. State with one value for each row is always stored exactly.
+            is at most 2^-8. 8: second moments (Adagrad's `sum`, Adam's `exp_avg_sq`) are stored on
+            a logarithmic grid of 255 values for each row. Zero and only zero is restored as zero,
+            and their order stays. The relative error is at most 1/64 in a row whose values differ
+            by up to a factor of 128, and twice that if the factor is squared. Other state is
+            rounded to bfloat16. State with one value for each row is always stored exactly.
         residual: whether rows of increments are stored as their differences from what the full of
             their chain decodes to. These span less than the rows do, so that the same bits say
             more. Only for tables stored in fewer bits, but for float64. The agent reads the full

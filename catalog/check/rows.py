@@ -18,16 +18,17 @@ from torch import Tensor
 
 from recpoint.catalog.restore.base_rows import BaseRows, base_entries, decoded_values, sum_of
 from recpoint.catalog.restore.chunks import ChunkSource, StoredRows, read_chunk, read_rows
+from recpoint.catalog.restore.coded_state import CodedState, StoredState, state_values
 from recpoint.catalog.restore.rows import RowCoverage, SeenRows
 from recpoint.catalog.run.lineage import Representation
 from recpoint.catalog.store.scheduler import ReadScheduler
 from recpoint.errors import FormatError, MalformedObject, ObjectNotFound
 from recpoint.format.chunk import Section, section_tensor
-from recpoint.format.dtypes import torch_dtype
-from recpoint.format.manifest import ChunkEntry, Manifest, TableSpec
+from recpoint.format.dtypes import Dtype, dtype_name, torch_dtype
+from recpoint.format.manifest import ChunkEntry, Manifest, RowStateSpec, TableSpec
 from recpoint.format.row_state import to_bfloat16
 from recpoint.format.validation import TableDigests
-from recpoint.kernels import quantize, row_digest
+from recpoint.kernels import moments, quantize, row_digest
 
 __all__ = [
     "DecodedRows",
@@ -68,7 +69,7 @@ class DecodedRows:
         scale: f32 [n]; None if the rows are stored exactly.
         offset: f32 [n]; None if the rows are stored exactly.
         symmetric: whether the method may have been `symmetric`, which has a larger error.
-        narrow: for each row state, whether it is stored as BF16.
+        narrow: for each row state, its array's dtype if that is BF16 or codes; None: as it is.
         base: the rows that residuals were added to, [n, dim]; None if the rows are no residuals.
     """
 
@@ -78,7 +79,7 @@ class DecodedRows:
     scale: Tensor | None
     offset: Tensor | None
     symmetric: bool
-    narrow: tuple[bool, ...]
+    narrow: tuple[Dtype | None, ...]
     base: Tensor | None = None
 
     def __getitem__(self, positions: Tensor) -> DecodedRows:
@@ -119,13 +120,23 @@ def compare(spec: TableSpec, exact: TrainedRows, stored: DecodedRows) -> Compare
     else:
         values = _quantized(spec, exact.values, stored, stored.scale, stored.offset)
     differences = list(values.differences)
-    states = zip(spec.row_states, exact.row_states, stored.row_states, stored.narrow, strict=True)
-    for state, stored_state, decoded, narrow in states:
+    trained = zip(spec.row_states, exact.row_states, strict=True)
+    as_stored = zip(stored.row_states, stored.narrow, strict=True)
+    for (state, values_at_cut), (decoded, dtype) in zip(trained, as_stored, strict=True):
         label = f"row state {state.name}"
-        # The format fixes the rounding (§3.5), so the expected bits are known.
-        expected = to_bfloat16(stored_state).to(stored_state.dtype) if narrow else stored_state
-        differences += _bits_differ(label, expected, decoded, any_nan=narrow)
+        expected = values_at_cut if dtype is None else _narrowed(state, values_at_cut, dtype)
+        differences += _bits_differ(label, expected, decoded, any_nan=dtype == "BF16")
     return Compared(differences, values.worst)
+
+
+def _narrowed(state: RowStateSpec, rows: Tensor, dtype: Dtype) -> Tensor:
+    """Return what rows of a state decode to: the format fixes the rounding (§3.5)."""
+    if not state.is_coded(dtype):
+        return to_bfloat16(rows).to(rows.dtype)
+    coded = moments.encode(rows.reshape(len(rows), -1))
+    expected = moments.decode(coded.codes, coded.grids).view(rows.shape)
+    expected[coded.refused] = rows[coded.refused]  # which no code decodes to
+    return expected
 
 
 def _quantized(
@@ -584,7 +595,7 @@ class _OwnDigests:
         """Add the rows of a chunk."""
         rows, decoded = read
         ids = rows.start if isinstance(rows, range) else rows
-        exact = [True, decoded.scale is None, *(not narrow for narrow in decoded.narrow)]
+        exact = [True, decoded.scale is None, *(dtype is None for dtype in decoded.narrow)]
         arrays = (decoded.values[:, :0].contiguous(), decoded.values, *decoded.row_states)
         for number, (array, is_exact) in enumerate(zip(arrays, exact, strict=True)):
             sum_before = self._sums[number]
@@ -602,6 +613,11 @@ class _OwnDigests:
             if computed is not None and computed != expected:
                 label = f"digest of the {name} {link_text}"
                 yield Unequal(None, label, f"{computed:016x}", f"{expected:016x}", "")
+
+
+def _narrower_dtype(state: RowStateSpec, stored: StoredState) -> Dtype | None:
+    dtype = "U8" if isinstance(stored, CodedState) else dtype_name(stored.dtype)
+    return None if dtype == state.dtype else dtype
 
 
 def _decoded(
@@ -622,13 +638,13 @@ def _decoded(
     methods = {(quantizer.table, quantizer.rank): quantizer.method for quantizer in quantizers}
     return DecodedRows(
         values=values,
-        row_states=tuple(part.to(torch_dtype(state.dtype)) for state, part in states),
+        row_states=tuple(state_values(part).to(torch_dtype(state.dtype)) for state, part in states),
         bits=stored.bits,
         scale=None if is_exact else stored.scale,
         offset=None if is_exact else stored.offset,
         symmetric=methods.get((entry.table or 0, entry.rank), "symmetric") == "symmetric",
         narrow=tuple(
-            part.dtype != torch_dtype(state.dtype)
+            _narrower_dtype(state, part)
             for state, part in zip(spec.row_states, stored.row_states, strict=True)
         ),
         base=base_values,

@@ -15,7 +15,14 @@ from recpoint.catalog.run.run import Run
 from recpoint.catalog.run.stored_chunks import not_there, stored_sizes
 from recpoint.catalog.store.contract import host_seconds, now_ms
 from recpoint.errors import CommitConflict, FormatError, MissingLink, ObjectNotFound
-from recpoint.format.manifest import CheckedStripes, ChunkEntry, Manifest, Quantizer, StandsFor
+from recpoint.format.manifest import (
+    CheckedStripes,
+    ChunkEntry,
+    Manifest,
+    Quantizer,
+    StandsFor,
+    least_bits,
+)
 from recpoint.format.naming import ManifestName, attempt_prefix, parse_chunk_key
 from recpoint.format.record_kinds import CONSOLIDATED
 
@@ -188,7 +195,7 @@ def _manifest(
         "chunks": tuple(sorted(entries, key=lambda entry: entry.key)),
         "quantizers": tuple(quantizers[table_and_rank] for table_and_rank in sorted(quantizers)),
         "quantized_by": quantized_by[-1] if quantized_by else "",
-        "state_bits": 16 if any(source.state_bits for source in sources) else None,
+        "state_bits": least_bits(source.state_bits for source in sources),
         "committed_ms": now_ms(),
         "stripes": CheckedStripes.joined(source.stripes for source in sources),
         "dirty_rows": sum(entry.row_count or 0 for entry in entries),

@@ -89,7 +89,11 @@ class MergedManifest:
             if index is None or rows is None or first is None or last is None:
                 continue
             table = self._tables[index]
-            table.kinds.add((entry.rank, entry.bits, entry.scheme, manifest.state_bits))
+            # A chunk may store a state as it is where another of the table has codes (format §3.5).
+            states = self._specs[index].row_states if manifest.state_bits == 8 else ()
+            for form in range(2 ** sum(state.may_be_narrower for state in states)):
+                kind = entry.rank, entry.bits, entry.scheme, manifest.state_bits, form
+                table.kinds.add(kind)
             table.reads += sections_touched(first, last)
             table.size_bytes += entry.bytes + rows * _ID_BYTES
             table.row_bytes = max(table.row_bytes, -(-entry.bytes // rows) + _ID_BYTES)

@@ -20,7 +20,7 @@ from recpoint.catalog.persist.plan import CHUNK_BYTES
 from recpoint.catalog.restore.chunks import ChunkSource, read_chunk, row_ids, row_parameter
 from recpoint.format.chunk import ChunkMeta, RowSetCoding, Section, build_chunk, section_tensor
 from recpoint.format.dtypes import Dtype, array_bytes, item_bytes
-from recpoint.format.manifest import ChunkEntry, Manifest, Scheme, TableSpec
+from recpoint.format.manifest import GRID_DTYPE, ChunkEntry, Manifest, Scheme, TableSpec
 from recpoint.format.naming import row_chunk_key
 from recpoint.kernels import row_gather, row_set
 
@@ -59,6 +59,8 @@ class RowKind(NamedTuple):
             }
         for index, (dtype, state) in enumerate(zip(self.states, spec.row_states, strict=True)):
             arrays[f"state.{index}"] = (dtype, state.shape)
+            if state.is_coded(dtype):
+                arrays[f"state.{index}.grid"] = (GRID_DTYPE, ())
         return arrays
 
 

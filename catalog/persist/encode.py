@@ -23,6 +23,7 @@ from recpoint.catalog.persist.plan import (
     stored_forms,
 )
 from recpoint.catalog.persist.quantize import CODED_ARRAYS
+from recpoint.catalog.persist.row_states import stored_row_state
 from recpoint.catalog.persist.spool import (
     ChosenRows,
     Part,
@@ -31,7 +32,6 @@ from recpoint.catalog.persist.spool import (
     extent_from,
     load_result,
     part_list,
-    pieces,
     result_path,
     save_result,
     write_bits,
@@ -42,9 +42,8 @@ from recpoint.errors import MalformedObject
 from recpoint.format.chunk import ChunkMeta, RowSetCoding, Section, chunk_header
 from recpoint.format.dtypes import Dtype, item_bytes
 from recpoint.format.job import StagedTable
-from recpoint.format.manifest import ChunkEntry
+from recpoint.format.manifest import GRID_DTYPE, ChunkEntry
 from recpoint.format.naming import row_chunk_key, sample_chunk_key, state_chunk_key
-from recpoint.format.row_state import to_bfloat16
 from recpoint.kernels import row_set
 from recpoint.kernels.bit_packing.widths import packed_width
 
@@ -347,16 +346,20 @@ def _chosen_ids(
 
 
 def _states(staged: StagedJob, block: RowBlock, chosen: _Chosen, spool: SpoolFile) -> list[_Array]:
-    """Return the row states of the chosen rows; copy only those to be rounded."""
+    """Return the row states of the chosen rows; copy only those that are stored narrower."""
     table = staged.job.tables[block.table]
     arrays = []
     for index, (state, dtype) in enumerate(
         zip(table.spec.row_states, table.state_dtypes, strict=True)
     ):
         part = _part(staged, state_name(block.table, index), block, chosen)
-        if dtype != state.dtype:
-            part = _rounded(part, spool)
-        arrays.append(_Array(f"state.{index}", dtype, (chosen.rows, *state.shape), (part,)))
+        stored = stored_row_state(part, state, dtype, spool)
+        shape = (chosen.rows, *state.shape)
+        arrays.append(_Array(f"state.{index}", stored.dtype, shape, (stored.values,)))
+        if stored.grids is not None:
+            arrays.append(
+                _Array(f"state.{index}.grid", GRID_DTYPE, (chosen.rows,), (stored.grids,))
+            )
     return arrays
 
 
@@ -367,16 +370,6 @@ def _part(staged: StagedJob, name: str, block: RowBlock, chosen: _Chosen) -> Par
     if chosen.bits is None or not whole.length:
         return whole
     return ChosenRows(whole, whole.length // len(span), chosen.rows, chosen.bits)
-
-
-def _rounded(part: Part, spool: SpoolFile) -> Extent:
-    """Round F32 values to the nearest BF16 and write them to the spool (format §3.5)."""
-    offset, length = spool.append(b"").offset, 0
-    spool.flush()  # `pieces` reads the mask of chosen rows from this file
-    for piece in pieces(part):
-        values = torch.frombuffer(piece, dtype=torch.float32)
-        length += spool.append(to_bfloat16(values).view(torch.uint8).numpy()).length
-    return Extent(str(spool.path), offset, length)
 
 
 def _read_array(extent: Extent, dtype: type[np.generic]) -> np.ndarray[Any, Any]:

@@ -377,7 +377,7 @@ def _spool_row_bytes(table: StagedTable) -> int:
         row_bytes += 1 + -(-len(forms) // 8)
     states = zip(table.state_dtypes, table.spec.row_states, strict=True)
     rounded = (
-        array_bytes(stored_dtype, state.shape)
+        state.row_bytes(stored_dtype)
         for stored_dtype, state in states
         if stored_dtype != state.dtype
     )
@@ -394,4 +394,4 @@ def stored_row_bytes(table: StagedTable) -> int:
 def _state_bytes(table: StagedTable) -> int:
     """Return the stored bytes of one row's row states."""
     states = zip(table.state_dtypes, table.spec.row_states, strict=True)
-    return sum(array_bytes(dtype, state.shape) for dtype, state in states)
+    return sum(state.row_bytes(dtype) for dtype, state in states)

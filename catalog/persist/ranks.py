@@ -32,7 +32,14 @@ from recpoint.errors import (
     StoreError,
 )
 from recpoint.format.job import Job
-from recpoint.format.manifest import CacheUse, CheckedStripes, ChunkEntry, Manifest, TableSpec
+from recpoint.format.manifest import (
+    CacheUse,
+    CheckedStripes,
+    ChunkEntry,
+    Manifest,
+    TableSpec,
+    least_bits,
+)
 from recpoint.format.naming import PART_KEY, AttemptName, PartName, attempt_prefix
 from recpoint.format.part import RankPart, Shard
 from recpoint.format.record_kinds import PART
@@ -88,7 +95,7 @@ def stored_fields(
         "chunks": tuple(sorted(entries, key=lambda entry: entry.key)),
         "quantizers": quantization.quantizers,
         "quantized_by": quantization.implementation,
-        "state_bits": 16 if any(table.rounds_states for table in job.tables) else None,
+        "state_bits": least_bits(table.least_state_bits for table in job.tables),
         "writer": f"recpoint {version('recpoint')}",
     }
 
@@ -365,7 +372,7 @@ def join_parts(parts: Sequence[RankPart], *, committed_ms: int, writer: str) -> 
                 )
             ),
             quantized_by="; ".join(implementations)[:_MOST_TEXT],
-            state_bits=16 if any(part.state_bits for part in parts) else None,
+            state_bits=least_bits(part.state_bits for part in parts),
             snapshot_ms=min(part.snapshot_ms for part in parts),
             staged_ms=max(part.staged_ms for part in parts),
             committed_ms=committed_ms,

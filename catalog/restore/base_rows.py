@@ -6,7 +6,7 @@ decoded: for rows of 2 to 4 bits that is about a tenth of the rows' memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Final
 
@@ -163,12 +163,11 @@ def _positions(rows: range | Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
 def _chosen(stored: StoredRows, positions: Tensor) -> StoredRows:
     rows = stored.rows
     quantized = stored.scheme != "exact"
-    arrays: Sequence[Tensor] = stored.row_states
     return replace(
         stored,
         rows=positions + rows.start if isinstance(rows, range) else rows[positions],
         values=stored.values[positions],
         scale=stored.scale[positions] if quantized else stored.scale,
         offset=stored.offset[positions] if quantized else stored.offset,
-        row_states=tuple(array[positions] for array in arrays),
+        row_states=tuple(state[positions] for state in stored.row_states),
     )

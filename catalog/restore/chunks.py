@@ -23,13 +23,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from recpoint.catalog.restore.coded_state import StoredState, stored_state
 from recpoint.catalog.run.chain import Chain
 from recpoint.catalog.store.contract import Store
 from recpoint.catalog.store.records import parsed_twice
 from recpoint.catalog.store.scheduler import ReadScheduler
 from recpoint.errors import DigestMismatch, FormatError, MalformedObject, ObjectNotFound
 from recpoint.format.chunk import Chunk, Section, parse_chunk, section_tensor
-from recpoint.format.dtypes import array_bytes, item_bytes
+from recpoint.format.dtypes import item_bytes
 from recpoint.format.manifest import ChunkEntry, Manifest, Scheme, TableSpec
 from recpoint.format.naming import parse_chunk_key
 from recpoint.kernels import row_set
@@ -148,7 +149,7 @@ class StoredRows:
         values: for scheme exact [n, dim] of the table's dtype, else packed codes
             u8 [n, ceil(dim·bits/8)].
         scale, offset: f32 [n], finite; empty for scheme exact.
-        row_states: one [n, *shape] for each row state of the table, of its dtype or BF16.
+        row_states: one [n, *shape] for each row state of the table, of its dtype, BF16, or coded.
     """
 
     rows: range | Tensor
@@ -157,7 +158,7 @@ class StoredRows:
     values: Tensor
     scale: Tensor
     offset: Tensor
-    row_states: tuple[Tensor, ...]
+    row_states: tuple[StoredState, ...]
 
     def positions_of(self, wanted_rows: range) -> range:
         """Return the positions of the rows whose ids are in `wanted_rows`."""
@@ -222,7 +223,7 @@ def _row_bytes(spec: TableSpec, entry: ChunkEntry) -> int:
 
 
 def _state_bytes(spec: TableSpec) -> int:
-    return sum(array_bytes(state.narrow_dtype, state.shape) for state in spec.row_states)
+    return sum(state.least_bytes for state in spec.row_states)
 
 
 def check_stored(manifest: Manifest, entry: ChunkEntry, sizes: Mapping[str, int]) -> None:
@@ -308,7 +309,7 @@ def read_rows(
         scale=none if exact else row_parameter(sections["scale"], entry),
         offset=none if exact else row_parameter(sections["offset"], entry),
         row_states=tuple(
-            section_tensor(sections[f"state.{k}"]) for k in range(len(spec.row_states))
+            stored_state(sections, number, state) for number, state in enumerate(spec.row_states)
         ),
     )
 

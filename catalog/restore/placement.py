@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from recpoint.catalog.restore.chunks import StoredRows
+from recpoint.catalog.restore.coded_state import CodedState, StoredState, state_values
 from recpoint.catalog.restore.rows import LogicalState, LogicalTable, Piece, logical_tables
 from recpoint.catalog.restore.target import RowSink, StateWanted, TableTarget, mark_rows
 from recpoint.errors import IncompatibleModel
@@ -96,9 +97,11 @@ def _decode_in_passes(
     _in_passes(decoded, dest, ids)
 
 
-def _put(source: Tensor, positions: Tensor | None, dest: Tensor, ids: range | Tensor) -> None:
-    """Copy rows unchanged, or convert BF16 to F32, which is exact (format §3.5)."""
-    if isinstance(ids, range):
+def _put(source: StoredState, positions: Tensor | None, dest: Tensor, ids: range | Tensor) -> None:
+    """Copy rows unchanged, or convert BF16 or codes to F32, which is exact (format §3.5)."""
+    if isinstance(source, CodedState):
+        _put_coded(source, positions, dest, ids)
+    elif isinstance(ids, range):
         dest[ids.start : ids.stop].copy_(source)
     elif dest.is_cpu and dest.dtype == source.dtype:
         if positions is None:
@@ -109,6 +112,20 @@ def _put(source: Tensor, positions: Tensor | None, dest: Tensor, ids: range | Te
         _in_passes(
             lambda part: _chosen(source, positions, part).to(dest.device).to(dest.dtype), dest, ids
         )
+
+
+def _put_coded(
+    source: CodedState, positions: Tensor | None, dest: Tensor, ids: range | Tensor
+) -> None:
+    if dest.is_cpu and dest.dtype == torch.float32 and dest.is_contiguous():
+        source.write(dest, ids, positions)
+        return
+
+    def decoded(part: slice) -> Tensor:
+        rows = source[part] if positions is None else source[positions[part]]
+        return rows.decoded().to(dest.device).to(dest.dtype)
+
+    _in_passes(decoded, dest, ids)
 
 
 def _chosen(source: Tensor, positions: Tensor | None, part: slice) -> Tensor:
@@ -241,7 +258,7 @@ def _place(stored: StoredRows, positions: Tensor | None, part: PartOfPiece) -> N
         for source, state in zip(stored.row_states, part.row_states, strict=True):
             if state is None:
                 continue
-            rows = source[chosen]
+            rows = state_values(source[chosen])
             if state.by_column:
                 _write(state.into, ids, rows[:, part.columns])
             elif state.before == 0:

@@ -11,14 +11,14 @@
 #define DECLARE(set)                                                                             \
     namespace recpoint::set {                                                                    \
     extern const Operation allocation[], bit_packing[], copy_ahead[], dirty_bitmap[],            \
-        dirty_rows[], erasure[], quantize[], row_blocks[], row_digest[], row_gather[],           \
-        row_map[], row_set[], slot_map[];                                                        \
+        dirty_rows[], erasure[], moments[], quantize[], row_blocks[], row_digest[],              \
+        row_gather[], row_map[], row_set[], slot_map[];                                          \
     }
 #define TABLES(set)                                                                          \
     {                                                                                        \
         set::allocation, set::bit_packing, set::copy_ahead, set::dirty_bitmap,               \
-            set::dirty_rows, set::erasure, set::quantize, set::row_blocks, set::row_digest,  \
-            set::row_gather, set::row_map, set::row_set, set::slot_map                       \
+            set::dirty_rows, set::erasure, set::moments, set::quantize, set::row_blocks,     \
+            set::row_digest, set::row_gather, set::row_map, set::row_set, set::slot_map      \
     }
 
 DECLARE(baseline)
@@ -30,7 +30,7 @@ DECLARE(avx512)
 namespace recpoint {
 namespace {
 
-constexpr int OPERATIONS = 13;
+constexpr int OPERATIONS = 14;
 
 struct InstructionSet {
     const char* name;

@@ -152,7 +152,7 @@ def test_numbers_outside_their_bounds_or_of_another_type(path: str, value: objec
         ("policy", "one_shot\n"),
         ("policy", "[red]"),
         ("policy", None),
-        ("state_bits", 8),
+        ("state_bits", 4),
         ("state_bits", True),
         ("state_bits", "16"),
         ("writer", "x" * 256),

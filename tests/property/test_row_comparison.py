@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from recpoint.catalog.check.rows import DecodedRows, TrainedRows, compare
-from recpoint.format.dtypes import dtype_name
+from recpoint.format.dtypes import Dtype, dtype_name
 from recpoint.format.manifest import RowStateSpec, TableSpec
 from recpoint.format.row_state import to_bfloat16
 from recpoint.kernels import bit_packing, quantize
@@ -21,10 +21,10 @@ from tests.example_counts import examples
 
 GREEDY = Method(name="greedy", bins=20, ratio_permille=500)
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-Dtype = Literal["F64", "F32", "F16", "BF16"]
+TableDtype = Literal["F64", "F32", "F16", "BF16"]
 
 
-def spec(rows: int, dim: int, dtype: Dtype) -> TableSpec:
+def spec(rows: int, dim: int, dtype: TableDtype) -> TableSpec:
     return TableSpec(name="t", rows=rows, dim=dim, dtype=dtype, row_states=())
 
 
@@ -68,7 +68,7 @@ def test_what_was_quantized_is_never_reported(
     dim: int,
     bits: int,
     name: str,
-    dtype: Dtype,
+    dtype: TableDtype,
     half: bool,
     exponent: int,
     shift: float,
@@ -97,7 +97,7 @@ def test_what_was_quantized_is_never_reported(
     data=st.data(),
 )
 def test_one_wrong_code_is_reported(
-    seed: int, dim: int, bits: int, name: str, dtype: Dtype, half: bool, data: st.DataObject
+    seed: int, dim: int, bits: int, name: str, dtype: TableDtype, half: bool, data: st.DataObject
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randn(8, dim, generator=generator).to(DTYPES[dtype])
@@ -165,7 +165,9 @@ def test_rows_restored_from_codes_and_left_alone_are_equal() -> None:
 # --- what is stored exactly ----------------------------------------------------------------------
 
 
-def exactly(values: Tensor, states: tuple[Tensor, ...], narrow: tuple[bool, ...]) -> DecodedRows:
+def exactly(
+    values: Tensor, states: tuple[Tensor, ...], narrow: tuple[Dtype | None, ...]
+) -> DecodedRows:
     return DecodedRows(
         values=values,
         row_states=states,
@@ -200,7 +202,7 @@ def test_exact_rows_are_compared_bit_by_bit(at: int) -> None:
     values = SPECIAL.repeat(4, 1)
     states = (torch.arange(4), SPECIAL.repeat(4, 1))
     table = with_states(values, states)
-    same = exactly(values.clone(), tuple(s.clone() for s in states), (False, False))
+    same = exactly(values.clone(), tuple(s.clone() for s in states), (None, None))
     assert compare(table, TrainedRows(values, states), same) == ([], 0.0)
     same.values.view(torch.int32)[2, at] ^= 1
     same.row_states[0][3] += 1
@@ -217,9 +219,9 @@ def test_rounded_row_states_are_those_of_the_rule() -> None:
     table = with_states(values, states)
     rounded = to_bfloat16(states[0])
     exact = TrainedRows(values, states)
-    assert compare(table, exact, exactly(values, (rounded.float(),), (True,))).differences == []
+    assert compare(table, exact, exactly(values, (rounded.float(),), ("BF16",))).differences == []
     for column in range(8):
         other = rounded.clone()
         other.view(torch.int16)[1, column] += 1
-        found = compare(table, exact, exactly(values, (other.float(),), (True,))).differences
+        found = compare(table, exact, exactly(values, (other.float(),), ("BF16",))).differences
         assert [(d.position, d.what) for d in found] == [(1, f"row state s0[{column}]")]

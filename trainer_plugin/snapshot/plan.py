@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from torch import Tensor
 
@@ -17,12 +16,13 @@ from recpoint.catalog.staging.slot import Placed, place_behind
 from recpoint.format.dtypes import Dtype, array_bytes, dtype_name, item_bytes
 from recpoint.format.history import History
 from recpoint.format.job import QuantizerName, StagedTable
-from recpoint.format.manifest import ChosenMethod, TableSpec
+from recpoint.format.manifest import ChosenMethod, StateBits, TableSpec
 from recpoint.format.records import CheckpointRef
 from recpoint.kernels import dirty_bitmap, dirty_rows
 from recpoint.trainer_plugin.policy import ChainLink, Tip
 from recpoint.trainer_plugin.snapshot.codes import Codes
 from recpoint.trainer_plugin.snapshot.live_tables import LiveTable
+from recpoint.trainer_plugin.snapshot.squared_states import squared_states
 
 __all__ = [
     "CutPlan",
@@ -133,7 +133,7 @@ class CutTable:
         row_count: number of rows to store.
         bits: bits of each stored value.
         quantizer: the quantizer, if the rows are quantized.
-        state_bits: 16: element-wise row states are rounded to 16 bits; None: kept exactly.
+        state_bits: bits of element-wise row states; None: they are kept exactly.
         ids: the rows to store, int64 [row_count], ascending, on the weight's device; None: all
             rows, or the rows are found while they are copied.
         method: method of the quantizer; None: the agent chooses it, if the rows are quantized.
@@ -151,7 +151,7 @@ class CutTable:
     row_count: int
     bits: int
     quantizer: QuantizerName
-    state_bits: Literal[16] | None
+    state_bits: StateBits | None
     ids: Tensor | None = None
     method: ChosenMethod | None = None
     codes: Codes | None = None
@@ -182,10 +182,15 @@ class CutTable:
             bits=self.bits,
             quantizer=self.quantizer,
             state_bits=self.state_bits,
+            second_moments=self._second_moments,
             method=self.method,
             codes=self.codes is not None,
             residual=True if self.residual else None,
         )
+
+    @property
+    def _second_moments(self) -> tuple[int, ...] | None:
+        return squared_states(self.spec) if self.state_bits == 8 else None
 
     @property
     def staged_at_servers(self) -> StagedTable:
@@ -199,6 +204,7 @@ class CutTable:
             bits=self.bits,
             quantizer=self.quantizer,
             state_bits=self.state_bits,
+            second_moments=self._second_moments,
             method=None,  # the agent of the server's host chooses
             codes=False,
             scattered=True if self.at_servers else None,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Final, Literal, NamedTuple
+from typing import Final, NamedTuple
 
 from recpoint.catalog.persist.ranks import MAX_PARTS_BYTES
 from recpoint.catalog.persist.record_sizes import PartSizes, part_sizes
@@ -17,7 +17,7 @@ from recpoint.errors import HomeError, RecordTooLarge, SettingsError
 from recpoint.format import records
 from recpoint.format.history import ChosenPrecision
 from recpoint.format.job import StagedTable
-from recpoint.format.manifest import CODE_BITS, Kind, TableSpec
+from recpoint.format.manifest import CODE_BITS, Kind, StateBits, TableSpec
 from recpoint.trainer_plugin.policy import FULL, ChainLink
 from recpoint.trainer_plugin.ranks.agreement import RecordNeeds
 from recpoint.trainer_plugin.ranks.ranks import Ranks
@@ -38,7 +38,7 @@ class _Narrower(NamedTuple):
     """
 
     bits: int | None
-    state_bits: Literal[16] | None
+    state_bits: StateBits | None
 
     def __str__(self) -> str:
         if self.bits is None:
@@ -52,7 +52,7 @@ class _Narrower(NamedTuple):
         changes: dict[str, object] = {}
         if self.bits is not None and self.bits < table.bits:
             changes |= {"bits": self.bits, "allocation": None}
-        if self.state_bits is not None:
+        if self.state_bits is not None and table.state_bits is None:
             changes["state_bits"] = self.state_bits
         return table.model_copy(update=changes)
 

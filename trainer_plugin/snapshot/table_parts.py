@@ -98,7 +98,7 @@ class TableParts:
             row_count=row_count,
             bits=width,
             quantizer=self._precision.quantizer,
-            state_bits=None if self._precision.state == "lossless" else 16,
+            state_bits=None if self._precision.state == "lossless" else self._precision.state,
             in_cache=in_cache,
             at_servers=in_cache in self._cache.staged_at_home,
         )

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from importlib import metadata
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 from rich.console import Group, RenderableType
@@ -48,7 +48,7 @@ from recpoint.dashboards.catalog_watch import current_watch
 from recpoint.dashboards.lag import RunLag, lag_views
 from recpoint.dashboards.terminal import Listed
 from recpoint.errors import ChainError, FormatError, ObjectNotFound, RecpointError
-from recpoint.format.manifest import Manifest
+from recpoint.format.manifest import Manifest, StateBits
 from recpoint.format.naming import MAX_GENERATION, MAX_STEP, ManifestName
 from recpoint.format.version import FORMAT_VERSION
 from recpoint.units import bytes_text, time_text
@@ -332,6 +332,11 @@ def _figures(view: RunOverview) -> dict[str, Any]:
     }
 
 
+#: What `show` says about row states of F32 with several values a row, by the manifest's bits.
+_STATES_TEXT: Final[dict[StateBits, str]] = {
+    16: "F32 states of several values a row are rounded to BF16",
+    8: "second moments of several values a row have 8-bit codes, other F32 states BF16",
+}
 _NONE_YET = "no checkpoint yet"
 
 UrlArgument = Annotated[
@@ -513,7 +518,7 @@ def show(
         fields.append(("quantized by", manifest.quantized_by))
     fields += terminal.widths_fields(manifest)
     if manifest.state_bits is not None:
-        fields.append(("row states", "F32 states of several values a row are rounded to BF16"))
+        fields.append(("row states", _STATES_TEXT[manifest.state_bits]))
     views: list[RenderableType] = [terminal.fields_table(fields), terminal.tables_table(manifest)]
     if chunks:
         views.append(terminal.chunks_table(manifest))

@@ -8,16 +8,22 @@ from torch import Tensor
 
 from recpoint.catalog.restore import placement
 from recpoint.catalog.restore.chunks import StoredRows
+from recpoint.catalog.restore.coded_state import CodedState, state_values
 from recpoint.catalog.restore.placement import place
 from recpoint.catalog.restore.target import TableTarget
-from recpoint.kernels import quantize
+from recpoint.kernels import moments, quantize
 
 ROWS, N, DIM = 50, 20, 6
 
 
 def stored(rows: range | Tensor, *, bits: int | None, dtype: torch.dtype) -> StoredRows:
     values = torch.randn(N, DIM)
-    states = torch.randn(N, DIM).to(torch.bfloat16), torch.rand(N)
+    coded = moments.encode(torch.rand(N, DIM))
+    states = (
+        torch.randn(N, DIM).to(torch.bfloat16),
+        torch.rand(N),
+        CodedState(codes=coded.codes, grids=coded.grids),
+    )
     none = torch.empty(0)
     if bits is None:
         exact = values.to(dtype)
@@ -63,6 +69,7 @@ def test_rows_and_states(
         row_states=(
             torch.full((ROWS, DIM), 9.0, device=device),
             torch.full((ROWS,), 9.0, device=device),
+            torch.full((ROWS, DIM), 9.0, device=device),
         ),
     )
     positions = None if chosen is None else torch.tensor(chosen, dtype=torch.int64)
@@ -70,19 +77,18 @@ def test_rows_and_states(
     picked = torch.arange(N) if positions is None else positions
     for found, source in (
         (target.values, expected_values(chunk, dtype)),
-        (target.row_states[0], chunk.row_states[0].float()),
-        (target.row_states[1], chunk.row_states[1]),
+        *zip(target.row_states, map(state_values, chunk.row_states), strict=True),
     ):
         assert found is not None
         expected = torch.full_like(found, 9.0, device="cpu")
-        expected[ids[picked]] = source[picked]
+        expected[ids[picked]] = source[picked].to(expected.dtype)
         assert torch.equal(found.cpu(), expected)
 
 
 def test_a_state_that_is_not_wanted_is_left_out() -> None:
     chunk = stored(range(N), bits=4, dtype=torch.float32)
     target = TableTarget(
-        values=torch.zeros(ROWS, DIM), row_states=(None, state := torch.zeros(ROWS))
+        values=torch.zeros(ROWS, DIM), row_states=(None, state := torch.zeros(ROWS), None)
     )
     place(chunk, torch.tensor([2]), target)
-    assert state.count_nonzero() == 1 and state[2] == chunk.row_states[1][2]
+    assert state.count_nonzero() == 1 and state[2] == state_values(chunk.row_states[1])[2]

@@ -371,10 +371,14 @@ def test_a_section_of_another_dtype_or_shape(section: Section) -> None:
         parse(data)
 
 
-def with_state(state: RowStateSpec, stored: torch.Tensor) -> Chunk:
+def with_state(
+    state: RowStateSpec, stored: torch.Tensor, grids: torch.Tensor | None = None
+) -> Chunk:
     """A chunk whose one row state is `stored`, of a table whose row state is `state`."""
     table = TABLE.model_copy(update={"row_states": (state,)})
     sections = [tensor_section("state.0", stored), *row_sections()[1:]]
+    if grids is not None:
+        sections.append(tensor_section("state.0.grid", grids))
     tables = (table.model_copy(update={"name": "other"}), table)
     return parse(build_chunk(meta(), sections), tables=tables)
 
@@ -388,6 +392,23 @@ def test_row_states_of_several_f32_a_row_may_be_bf16() -> None:
         with_state(state, torch.ones(ROWS, 2, dtype=torch.float16))
 
 
+def test_row_states_of_several_f32_a_row_may_be_codes_with_a_grid_each() -> None:
+    state = RowStateSpec(name="sum", dtype="F32", shape=(2,), optimizer=0)
+    codes, grids = torch.ones(ROWS, 2, dtype=torch.uint8), torch.ones(ROWS, dtype=torch.int16)
+    sections = with_state(state, codes, grids).sections
+    assert (sections["state.0"].dtype, sections["state.0.grid"].dtype) == ("U8", "I16")
+    for stored, beside in [
+        (codes, None),
+        (codes, grids[:-1]),
+        (codes, grids.int()),
+        (codes[:, :1].contiguous(), grids),
+        (codes.float(), grids),
+        (codes.to(torch.bfloat16), grids),
+    ]:
+        with pytest.raises(MalformedObject, match=r"state\.0"):
+            with_state(state, stored, beside)
+
+
 @pytest.mark.parametrize(
     ("dtype", "shape"), [("F32", ()), ("F32", (1,)), ("F64", (2,)), ("F16", (2,)), ("I32", (2,))]
 )
@@ -396,6 +417,9 @@ def test_other_row_states_may_not(dtype: Dtype, shape: tuple[int, ...]) -> None:
     with_state(state, torch.ones(ROWS, *shape, dtype=torch_dtype(dtype)))
     with pytest.raises(MalformedObject, match=r"state\.0"):
         with_state(state, torch.ones(ROWS, *shape, dtype=torch.bfloat16))
+    codes, grids = torch.ones(ROWS, *shape, dtype=torch.uint8), torch.ones(ROWS, dtype=torch.int16)
+    with pytest.raises(MalformedObject, match=r"state\.0"):
+        with_state(state, codes, grids)
 
 
 def state_meta() -> ChunkMeta:

@@ -28,6 +28,7 @@ _COMPARED = (
     "test_dirty_rows",
     "test_erasure",
     "test_many_tables",
+    "test_moments",
     "test_quantize",
     "test_quantize_rows",
     "test_quantize_searches",
