@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -44,7 +45,7 @@ from recpoint.trainer_plugin.ranks.sharding import (
 )
 from recpoint.trainer_plugin.restore.growth import Growth
 from recpoint.trainer_plugin.restore.start import TrainingJob
-from recpoint.trainer_plugin.settings import Settings
+from recpoint.trainer_plugin.settings import Precision, Settings
 from recpoint.trainer_plugin.snapshot.cut import Cutter
 from recpoint.trainer_plugin.snapshot.memory_bound import MemoryBound
 from recpoint.trainer_plugin.snapshot.record_bound import RecordBound
@@ -57,7 +58,7 @@ from recpoint.trainer_plugin.state.training_state import TrainingState
 from recpoint.trainer_plugin.state.unknown_optimizers import UnknownOptimizers
 from recpoint.trainer_plugin.tables import find_tables, hold_pieces, optimizer_list
 
-__all__ = ["Assembly", "Trained", "assemble", "look_at"]
+__all__ = ["Assembly", "Trained", "assemble", "look_at", "why_no_fulls_ahead"]
 
 _log = logging.getLogger("recpoint")
 
@@ -108,7 +109,8 @@ class Assembly:
         cache: has the rows of cached tables; None: no table is cached.
         coming: knows the rows of coming batches; None: the reader does not look ahead, or tables
             are in a cache: their rows are copied after the cut, not before it.
-        why_not_ahead: why rows cannot be copied before a cut; None: they can.
+        fulls_window: how many batches before its cut a full is copied; 0: it is copied in the
+            stall; None: that is measured.
     """
 
     trained: Trained
@@ -127,7 +129,7 @@ class Assembly:
     replicas: Replicas
     cache: Cache | None
     coming: ComingRows | None
-    why_not_ahead: str | None
+    fulls_window: int | None
 
     def track(self, changed: Mapping[str, Tensor]) -> None:
         """Hook into the model, and note rows that change from now on.
@@ -200,26 +202,26 @@ def look_at(model: nn.Module, optimizers: Optimizer | Sequence[Optimizer]) -> Tr
 
 
 def _refuse_fulls_ahead(
-    settings: Settings, why_not_ahead: str | None, *, looks_ahead: bool
+    settings: Settings, why_no_window: str | None, *, looks_ahead: bool
 ) -> None:
     """Refuse a number in `Options.copy_fulls_ahead` that could not be followed.
 
     Args:
         settings: settings of the Checkpointer.
-        why_not_ahead: why rows cannot be copied before a cut; None: they can.
+        why_no_window: why fulls cannot be copied before their cuts; None: they can.
         looks_ahead: whether the reader is a Lookahead.
 
     Raises:
-        SettingsError: rows cannot be copied before a cut, or a Lookahead has windows of its own.
+        SettingsError: fulls cannot be copied before a cut, or a Lookahead has windows of its own.
     """
     batches = settings.options.copy_fulls_ahead
     if not batches:
         return
-    if why_not_ahead is not None:
+    if why_no_window is not None:
         raise SettingsError(
             f"Options(copy_fulls_ahead={batches})",
-            found=why_not_ahead,
-            expected="tables on the CPU, in no cache, that are staged as they are",
+            found=why_no_window,
+            expected="tables on the CPU or a CUDA device, in no cache, that are staged as they are",
             next_step="leave it out: checkpoints are the same",
         )
     if looks_ahead:
@@ -231,15 +233,38 @@ def _refuse_fulls_ahead(
         )
 
 
-def _why_not_copied(trained: Trained, settings: Settings, cache: Cache | None) -> str | None:
-    """Return why rows of tables cannot be copied before a cut; None: they can."""
+def _why_staged_later(settings: Settings, cache: Cache | None) -> str | None:
+    """Return why rows are staged in or after a cut, wherever they are; None: they need not be."""
     if cache is not None:
         return "tables in a cache, whose rows are copied after the cut"
     if settings.precision.place == "device":
         return 'Precision(place="device"), which quantizes rows in the cut'
+    return None
+
+
+def _why_not_copied(trained: Trained, settings: Settings, cache: Cache | None) -> str | None:
+    """Return why chosen rows cannot be copied before a cut; None: they can."""
     for table in trained.tables:
         if not table.weight.is_cpu:
             return f"table {table.name!r} on {table.weight.device}"
+    return _why_staged_later(settings, cache)
+
+
+def why_no_fulls_ahead(devices: Mapping[str, torch.device], precision: Precision) -> str | None:
+    """Return why whole tables cannot be copied before a cut; None: they can.
+
+    Args:
+        devices: name of a table -> its device.
+        precision: how the tables are stored.
+    """
+    widths = {precision.bits, *precision.tables.values()}
+    for name, device in devices.items():
+        if device.type not in ("cpu", "cuda"):
+            return f"table {name!r} on {device}"
+        # A plain cut would stage codes, which follow from the rows at the cut.
+        if device.type == "cuda" and precision.place != "host" and widths != {"lossless"}:
+            place = precision.place
+            return f"table {name!r} on {device}, whose rows Precision({place=}) quantizes there"
     return None
 
 
@@ -376,7 +401,14 @@ def assemble(
         if settings.staging.at_servers:
             _require_servers(cache)
         why_not_ahead = _why_not_copied(trained, settings, cache)
-        _refuse_fulls_ahead(settings, why_not_ahead, looks_ahead=isinstance(reader, Lookahead))
+        why_no_window = _why_staged_later(settings, cache) or why_no_fulls_ahead(
+            {table.name: table.weight.device for table in trained.tables}, settings.precision
+        )
+        _refuse_fulls_ahead(settings, why_no_window, looks_ahead=isinstance(reader, Lookahead))
+    # Tables on a GPU have a window only if a number asks for it.
+    can_copy_fulls = why_not_ahead is None or (
+        why_no_window is None and settings.options.copy_fulls_ahead is not None
+    )
     if isinstance(reader, Lookahead):
         with ranks.together("looking at the reader"):
             if cache is None:
@@ -474,5 +506,5 @@ def assemble(
         replicas=replicas,
         cache=cache,
         coming=coming,
-        why_not_ahead=why_not_ahead,
+        fulls_window=settings.options.copy_fulls_ahead if can_copy_fulls else 0,
     )

@@ -73,7 +73,7 @@ class RunningGeneration:
             ranks=ranks,
             replicas=parts.replicas,
             coming=parts.coming,
-            fulls_window=0 if parts.why_not_ahead else settings.options.copy_fulls_ahead,
+            fulls_window=parts.fulls_window,
         )
         self._pace = Pace(reader, self.pipeline)
         self.has_begun = False

@@ -405,15 +405,17 @@ class Options:
             checkpoint. With several ranks, only rank 0 prints it. The log (logger "recpoint") has
             more detail.
         copy_fulls_ahead: how many batches before a full is due a thread begins to copy its rows,
-            1 to 1,000. The stall then copies only rows that have changed since. Tables must be on
-            the CPU; there may be several ranks. A write that torch does not count and nobody marks
+            1 to 1,000. The stall then copies only rows that have changed since. There may be
+            several ranks. Of tables on a GPU, a piece or two of 32 MiB are copied after each batch;
+            this was run on no device. A write that torch does not count and nobody marks
             may be missing in the full if it comes while rows are copied; each full compares some
-            rows, and is copied in its stall if one differs. None: fulls are copied ahead, early
-            enough, once a full has stalled this process for more than 50 ms; a `Lookahead` has all
-            its checkpoints copied ahead. 0 or False: a full is copied in its stall.
-        copy_share: a thread may copy rows before a checkpoint (`copy_fulls_ahead`, `Lookahead`).
-            This is the share of its time that it copies, above 0 and at most 1. It pauses for the
-            rest, so that training keeps memory bandwidth.
+            rows, and is copied in its stall if one differs. None: fulls of tables on the CPU are
+            copied ahead, early enough, once a full has stalled this process for more than 50 ms; a
+            `Lookahead` has all its checkpoints copied ahead. 0 or False: a full is copied in its
+            stall.
+        copy_share: a thread may copy rows before a checkpoint (`copy_fulls_ahead`, `Lookahead`),
+            not of tables on a GPU. This is the share of its time that it copies, above 0 and at
+            most 1. It pauses for the rest, so that training keeps memory bandwidth.
         rewinds: how often a loop over `Checkpointer.batches` goes back to the newest checkpoint,
             in this process, when an embedding server is lost. The loop then yields the batches
             after that checkpoint again, and `stats` begins anew. A loss in the middle of the

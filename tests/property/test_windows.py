@@ -141,7 +141,9 @@ class Windows(StagedPlay):
     def window(self) -> Window | None:
         pipeline = pipeline_of(self.trainer)
         assert pipeline.ahead is not None
-        return pipeline.ahead.window
+        window = pipeline.ahead.window
+        assert window is None or isinstance(window, Window)
+        return window
 
     def weight(self, name: str) -> Tensor:
         weight = self.model[name].weight

@@ -19,8 +19,10 @@ from recpoint.trainer_plugin.ranks.row_exchange import RowsUnknown
 from recpoint.trainer_plugin.schedule.ledger import CopiedRows, Ledger
 from recpoint.trainer_plugin.snapshot.cut import Cut, Cutter
 from recpoint.trainer_plugin.snapshot.live_tables import LiveTable
+from recpoint.trainer_plugin.snapshot.piece_window import PieceWindow, are_copied_in_pieces
 from recpoint.trainer_plugin.snapshot.staging import StagingArea
-from recpoint.trainer_plugin.snapshot.window import OpeningState, Window
+from recpoint.trainer_plugin.snapshot.window import Window
+from recpoint.trainer_plugin.snapshot.window_marks import OpeningState
 
 __all__ = ["Ahead"]
 
@@ -71,7 +73,7 @@ class Ahead:
         # Why no window has opened; None: none was due.
         self._reason: str | None = None
         self._process = os.getpid()
-        self.window: Window | None = None
+        self.window: Window | PieceWindow | None = None
         # As in `Handoff`: Python would end the thread in the middle of a call.
         atexit.register(self._at_exit)
 
@@ -168,8 +170,8 @@ class Ahead:
             return _NO_FULLS if is_full and self._lead.batches == 0 else None
         if not is_full:
             return "it was to be an increment, and without a Lookahead only fulls are copied ahead"
-        if not all(live.weight.is_cpu for live in frozen.tables):
-            return "a table is on a device"
+        if are_copied_in_pieces(frozen.tables) and self._lead.batches is None:
+            return _NOT_ASKED
         if all(tracker.all_rows for tracker in self._trackers.values()):
             return "every row of every table became dirty"
         return None
@@ -250,6 +252,7 @@ class Ahead:
 _NO_ROWS: Future[BatchIds] = Future()
 _NO_ROWS.set_result([{}])
 
+_NOT_ASKED = "a table is on a device, where only a number in copy_fulls_ahead opens a window"
 _NOT_READ = "the coming batches were not known"
 _NO_FULLS = "Options(copy_fulls_ahead=0) has fulls copied in their stalls"
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -28,8 +29,10 @@ __all__ = [
     "BehindTables",
     "CopiedCut",
     "behind_tables",
+    "copied_bytes",
     "copy_sample",
     "copy_tables",
+    "parts_beside",
 ]
 
 
@@ -120,6 +123,22 @@ class CopiedCut(NamedTuple):
     device: DeviceDrain
     moves: tuple[Move, ...] = ()
     copied_ahead: CopiedAhead | None = None
+
+
+def parts_beside(parts: Sequence[CutTable], numbers: Collection[int]) -> list[CutTable]:
+    """Return the parts as `copy_tables` takes them to copy no table of these numbers."""
+    return [
+        replace(part, row_count=0) if number in numbers else part
+        for number, part in enumerate(parts)
+    ]
+
+
+def copied_bytes(parts: Sequence[CutTable]) -> int:
+    """Return the bytes of the rows of parts that are staged as they are, with row states."""
+    return sum(
+        part.row_count * sum(array[:1].nbytes for array in (part.values, *part.row_states))
+        for part in parts
+    )
 
 
 def live_rows(values: Tensor, row_states: Sequence[Tensor]) -> tuple[Tensor, ...]:

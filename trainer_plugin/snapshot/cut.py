@@ -37,6 +37,7 @@ from recpoint.trainer_plugin.snapshot.copy import (
     copy_tables,
 )
 from recpoint.trainer_plugin.snapshot.live_tables import LiveTable, LiveTables
+from recpoint.trainer_plugin.snapshot.piece_window import PieceWindow, are_copied_in_pieces
 from recpoint.trainer_plugin.snapshot.plan import (
     CutPlan,
     CutRequest,
@@ -49,7 +50,8 @@ from recpoint.trainer_plugin.snapshot.seal import Snapshot
 from recpoint.trainer_plugin.snapshot.table_parts import TableParts
 from recpoint.trainer_plugin.snapshot.unmarked_rows import UnmarkedRows
 from recpoint.trainer_plugin.snapshot.warm_up import compile_kernels
-from recpoint.trainer_plugin.snapshot.window import OpeningState, Window
+from recpoint.trainer_plugin.snapshot.window import Window
+from recpoint.trainer_plugin.snapshot.window_marks import OpeningState
 from recpoint.trainer_plugin.state import rng
 from recpoint.trainer_plugin.state.training_state import TrainingState
 
@@ -229,7 +231,7 @@ class Cutter:
         *,
         opened_at: int,
         least_bytes: int,
-    ) -> Window:
+    ) -> Window | PieceWindow:
         """Begin to copy rows of a coming checkpoint.
 
         Args:
@@ -249,6 +251,14 @@ class Cutter:
                 if not (is_full or tracker.all_rows):  # the window counts the rows
                     part = replace(part, bitmap=tracker.bitmap)
             parts.append(part)
+        if are_copied_in_pieces(frozen.tables):
+            return PieceWindow(
+                frozen=frozen,
+                parts=parts,
+                slot=slot,
+                trackers=self._trackers,
+                least_bytes=least_bytes,
+            )
         return Window(
             frozen=frozen,
             parts=parts,
@@ -261,7 +271,12 @@ class Cutter:
         )
 
     def cut(
-        self, slot: Slot, request: CutRequest, *, started_ns: int, window: Window | None = None
+        self,
+        slot: Slot,
+        request: CutRequest,
+        *,
+        started_ns: int,
+        window: Window | PieceWindow | None = None,
     ) -> Cut:
         """Copy one consistent state into `slot`.
 
@@ -298,13 +313,16 @@ class Cutter:
                 self._trackers[name].merge_back(rows)
             raise
 
-    def _cut_ahead(self, window: Window, request: CutRequest, moment: CutMoment) -> Cut | None:
+    def _cut_ahead(
+        self, window: Window | PieceWindow, request: CutRequest, moment: CutMoment
+    ) -> Cut | None:
         """Cut a checkpoint of which rows were copied before; None: the window is void.
 
         Raises:
             StagingFull, StagingError, SettingsError: as `cut`.
         """
         dirty_rows: dict[str, Dirty] = {}
+        device = DeviceDrain()
         try:
             # First, because a `state_dict` that changes tables or looks rows up must not do so
             # after their marks were taken. This takes longer than to copy the rows that are left.
@@ -325,7 +343,6 @@ class Cutter:
                 if not keep:
                     dirty_rows[name] = marked_rows
             plan = self.plan(request, dirty, state)
-            device = DeviceDrain()  # stays empty: no table is on a GPU
             specs, held_rows = (
                 [part.spec for part in plan.parts],
                 [part.held for part in plan.parts],
@@ -333,10 +350,12 @@ class Cutter:
             sample = self._sampler.draw(specs, held_rows, request.attempt)
             behind = behind_tables(plan.parts, plan.tables_end, *state, sample, device)
             self._has_large_state = not behind.is_small
-            moves = window.finish(plan, behind)
+            moves = window.finish(plan, behind, device)
+            device.release_training()
             copied = CopiedCut(behind, device, moves, _copied_ahead(window.copied))
             return self.seal(plan, request, copied, window.slot, dirty_rows, moment)
         except BaseException:
+            device.release()
             window.void("the cut failed")
             for name, rows in dirty_rows.items():
                 self._trackers[name].merge_back(rows)

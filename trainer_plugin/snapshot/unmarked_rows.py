@@ -196,9 +196,10 @@ def _form(live: LiveTable) -> tuple[object, ...]:
 
 
 def _bytes_of(array: Tensor, ids: Tensor) -> Tensor:
-    """Return the bytes of the rows at `ids`: uint8 [n, bytes of a row]."""
+    """Return the bytes of the rows at `ids`, on the host: uint8 [n, bytes of a row]."""
     with torch.no_grad():
-        return array.index_select(0, ids).view(ids.numel(), -1).view(torch.uint8)
+        rows = array.index_select(0, ids.to(array.device)).cpu()
+        return rows.view(ids.numel(), -1).view(torch.uint8)
 
 
 def _digests(live: LiveTable, ids: Tensor) -> tuple[Tensor, ...]:

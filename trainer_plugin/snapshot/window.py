@@ -32,10 +32,15 @@ from recpoint.embeddings.tables.marks import Dirty, Tracker
 from recpoint.kernels import dirty_bitmap, row_gather
 from recpoint.kernels.copy_ahead import Copier, TableAhead
 from recpoint.lookahead.plan import TablePlan, plan_table
-from recpoint.trainer_plugin.policy import ChainLink, Tip
 from recpoint.trainer_plugin.schedule.ledger import CopiedRows
 from recpoint.trainer_plugin.snapshot.codes import DeviceDrain
-from recpoint.trainer_plugin.snapshot.copy import BehindTables, copy_state, copy_tables
+from recpoint.trainer_plugin.snapshot.copy import (
+    BehindTables,
+    copied_bytes,
+    copy_state,
+    copy_tables,
+    parts_beside,
+)
 from recpoint.trainer_plugin.snapshot.final_places import Move, MovedTable
 from recpoint.trainer_plugin.snapshot.live_tables import LiveTable
 from recpoint.trainer_plugin.snapshot.plan import (
@@ -44,8 +49,9 @@ from recpoint.trainer_plugin.snapshot.plan import (
     place_state,
     place_tables,
 )
+from recpoint.trainer_plugin.snapshot.window_marks import OpeningState, WindowMarks, WindowTable
 
-__all__ = ["OpeningState", "Window"]
+__all__ = ["Window"]
 
 #: How often a window that waits for rows looks whether it is over.
 _POLL_SECONDS = 0.05
@@ -55,44 +61,6 @@ _LEAST_SECONDS = 1e-6
 
 #: The most bytes of rows without a place. More make the cut a plain one.
 _TAIL_BYTES = 16 << 20
-
-
-class OpeningState(NamedTuple):
-    """What must be the same at the cut as when the window opened.
-
-    Attributes:
-        link: place of the checkpoint in its chain.
-        tip: tip of the chain before it.
-        tables: the tables.
-    """
-
-    link: ChainLink
-    tip: Tip | None
-    tables: tuple[LiveTable, ...]
-
-    def why_changed(self, tip: Tip | None, tables: Sequence[LiveTable]) -> str | None:
-        """Return what is different at the cut; None: nothing."""
-        if tip != self.tip:
-            return "an earlier checkpoint was lost"
-        if [live.spec for live in tables] != [live.spec for live in self.tables]:
-            return "tables or their row states changed"
-        return None
-
-
-class _WindowTable(NamedTuple):
-    """A table whose rows are copied ahead; its tracker marks into `fresh` meanwhile."""
-
-    number: int
-    live: LiveTable
-    tracker: Tracker
-    aside: Dirty
-    fresh: Tensor
-    addresses: tuple[int, ...]  # of values and row states
-
-    @property
-    def has_moved(self) -> bool:
-        """Whether values or row states lie in other memory than when the window opened."""
-        return self.addresses != tuple([array.data_ptr() for array in _arrays(self.live)])
 
 
 class Window:
@@ -145,26 +113,13 @@ class Window:
         self._tails: list[_Tail] = []
         self._placed: tuple[Placed, ...] = ()
         self._end = 0
-        self._tables: list[_WindowTable] = []
-        # Tables whose marks are aside.
-        self._open: dict[str, _WindowTable] = {}
+        self._marks = WindowMarks(frozen.tables, trackers)
+        self._tables = self._marks.tables
         self.copied: CopiedRows | None = None
         self.has_unmarked_changes = False
         self._opened_seconds = time.monotonic()
         # How long the thread has copied, up to the last row or the end; None: it still copies.
         self._copy_seconds: float | None = None
-        try:
-            for index, live in enumerate(frozen.tables):
-                tracker = trackers.get(live.key)
-                if tracker is not None and not tracker.all_rows:
-                    aside = tracker.set_aside()
-                    addresses = tuple([array.data_ptr() for array in _arrays(live)])
-                    ahead = _WindowTable(index, live, tracker, aside, tracker.bitmap, addresses)
-                    self._open[live.key] = ahead
-                    self._tables.append(ahead)
-        except BaseException:  # there is no memory for one more bitmap
-            self.void("it could not be opened")
-            raise
         self._versions = [ahead.tracker.version for ahead in self._tables]
         self._handed = [0] * len(self._tables)
         self._thread = threading.Thread(target=self._run, name="recpoint-ahead", daemon=True)
@@ -224,10 +179,10 @@ class Window:
             wait([future], timeout=_POLL_SECONDS)
         return None if self._is_over else future.result()
 
-    def _pairs(self) -> list[tuple[_WindowTable, TablePlan]]:
+    def _pairs(self) -> list[tuple[WindowTable, TablePlan]]:
         return list(zip(self._tables, self._plans, strict=True))
 
-    def _ahead(self, table: _WindowTable, plan: TablePlan) -> TableAhead:
+    def _ahead(self, table: WindowTable, plan: TablePlan) -> TableAhead:
         by_name = {spot.name: spot for spot in self._placed}
         data, index = self.slot.data, table.number
         arrays = []
@@ -256,8 +211,9 @@ class Window:
         For each table: one more bitmap of marks, the bitmap of the rows that are looked up, and
         the plan, as soon as it is made.
         """
-        bitmaps = sum(ahead.fresh.nbytes for ahead in self._tables)
-        return bitmaps + sum(plan.seen.nbytes + plan.size_bytes for plan in self._plans)
+        return self._marks.size_bytes + sum(
+            plan.seen.nbytes + plan.size_bytes for plan in self._plans
+        )
 
     @property
     def bytes_a_second(self) -> float:
@@ -291,14 +247,12 @@ class Window:
             return
         self._look_at_pace(copier)
         trained = min(batches_done - self.opened_at, copier.batches)
+        reason = self._marks.why_void()
+        if reason is not None:
+            self.void(reason)
+            return
         for number, ahead in enumerate(self._tables):
             tracker = ahead.tracker
-            if tracker.bitmap is not ahead.fresh:
-                self.void("a table has another weight")
-                return
-            if ahead.has_moved:
-                self.void(f"table {ahead.live.spec.name!r} lies in other memory")
-                return
             if tracker.unapplied:
                 continue  # looked up, and no step of its optimizer has followed
             if tracker.by_gradient and tracker.version == self._versions[number]:
@@ -317,9 +271,7 @@ class Window:
         """
         self._stop()
         self.reason = self.reason or reason
-        for ahead in self._open.values():
-            ahead.tracker.merge_back(ahead.aside)
-        self._open.clear()
+        self._marks.give_back()
 
     def _stop(self) -> None:
         with self._lock:
@@ -340,14 +292,9 @@ class Window:
         if self.reason is None and copier is None:
             failure = self.failure
             self.void("it was not planned in time" if failure is None else str(failure))
-        for ahead in tables:
-            ahead.tracker.check_version()
-            if self.reason is None and (
-                ahead.tracker.all_rows or ahead.tracker.bitmap is not ahead.fresh
-            ):
-                self.void(f"every row of table {ahead.live.spec.name!r} became dirty")
-            if self.reason is None and ahead.has_moved:
-                self.void(f"table {ahead.live.spec.name!r} lies in other memory")
+        reason = self._marks.why_void_at_cut()
+        if self.reason is None and reason is not None:
+            self.void(reason)
         if self.reason is None and not self._has_slot():
             self.void("its slot was removed from the staging area")
         if self.reason is None and copier is not None and self._is_slower_than_plain(copier):
@@ -359,7 +306,7 @@ class Window:
             remaining = copier.left()
             tails = [rows.unplaced for rows in remaining]
             tail_bytes = sum(
-                ids.numel() * sum(array[:1].nbytes for array in _arrays(ahead.live))
+                ids.numel() * sum(array[:1].nbytes for array in ahead.arrays)
                 for ahead, ids in zip(tables, tails, strict=True)
             )
             if tail_bytes > _TAIL_BYTES:
@@ -388,7 +335,7 @@ class Window:
         by_name = {spot.name: spot for spot in self._placed}
         for ahead, plan in self._pairs() if self.frozen.link.kind == "full" else ():
             if plan.placed:
-                names = _array_names(ahead)
+                names = ahead.array_names
                 yield ahead.live, [by_name[name].view(self.slot.data) for name in names]
 
     def _has_slot(self) -> bool:
@@ -405,15 +352,15 @@ class Window:
             name: `Table.key`.
             keep: the rows stay dirty.
         """
-        ahead = self._open.pop(name, None)
-        return None if ahead is None else ahead.tracker.end_window(ahead.aside, keep=keep)
+        return self._marks.end(name, keep=keep)
 
-    def finish(self, plan: CutPlan, behind: BehindTables) -> tuple[Move, ...]:
+    def finish(self, plan: CutPlan, behind: BehindTables, device: DeviceDrain) -> tuple[Move, ...]:
         """Copy the tables that are not copied ahead, and everything behind the tables.
 
         Args:
             plan: plan of a plain cut at this moment.
             behind: what lies behind the tables.
+            device: brings rows from a GPU; stays without rows here, where no table is on one.
 
         Returns:
             The moves of `move_to_final_places`; nothing: all lies where a plain cut would put it.
@@ -423,12 +370,7 @@ class Window:
         """
         self.slot.grow(max(self._end, plan.tables_end))
         data = self.slot.data
-        own_numbers = {ahead.number for ahead in self._tables}
-        other_parts = [
-            replace(part, row_count=0) if index in own_numbers else part
-            for index, part in enumerate(plan.parts)
-        ]
-        device = DeviceDrain()  # stays empty: all tables are on the CPU
+        other_parts = parts_beside(plan.parts, {ahead.number for ahead in self._tables})
         copy_tables(self._placed, data, other_parts, plan.marked, device, lambda: None)
         self.copied = self._counted(other_parts)
         if self._placed == plan.placed and not any(tail.ids.numel() for tail in self._tails):
@@ -459,7 +401,7 @@ class Window:
                     provisional_ids=at_first.get(f"t{index}.ids"),
                     tail_ids=tail.ids,
                 )
-                for name, rows in zip(_array_names(ahead), tail.arrays, strict=True):
+                for name, rows in zip(ahead.array_names, tail.arrays, strict=True):
                     if name in at_first and name in at_last:
                         moves[name] = Move(
                             source=at_first[name],
@@ -480,10 +422,8 @@ class Window:
     def _counted(self, other_parts: Sequence[CutTable]) -> CopiedRows:
         assert self._copier is not None
         rows_before, bytes_before, rows_in_stall, bytes_after = self._copier.copied()
-        for part in other_parts:
-            arrays = (part.values, *part.row_states)
-            rows_in_stall += part.row_count
-            bytes_after += part.row_count * sum(array[:1].nbytes for array in arrays)
+        rows_in_stall += sum(part.row_count for part in other_parts)
+        bytes_after += copied_bytes(other_parts)
         for tail in self._tails:
             rows_in_stall += tail.ids.numel()
             bytes_after += sum(array.nbytes for array in tail.arrays)
@@ -508,20 +448,9 @@ class _Tail(NamedTuple):
     arrays: tuple[Tensor, ...]
 
 
-def _array_names(table: _WindowTable) -> list[str]:
-    return [
-        f"t{table.number}.values",
-        *(f"t{table.number}.state.{number}" for number in range(len(table.live.row_states))),
-    ]
-
-
-def _arrays(live: LiveTable) -> tuple[Tensor, ...]:
-    return (live.weight.detach(), *live.row_states)
-
-
-def _tail(table: _WindowTable, ids: Tensor) -> _Tail:
+def _tail(table: WindowTable, ids: Tensor) -> _Tail:
     arrays = []
-    for source in _arrays(table.live):
+    for source in table.arrays:
         out = torch.empty((ids.numel(), *source.shape[1:]), dtype=source.dtype, device="cpu")
         row_gather.gather(source.detach(), ids, out)
         arrays.append(out)

@@ -81,10 +81,12 @@ class Job:
 
     def __init__(
         self, directory: Path, *, ids: Any = None, window: int = 0, optimizer: str = "sgd",
-        sparse: bool = True, accumulate: int = 1, **settings: Any,
+        sparse: bool = True, accumulate: int = 1, device: torch.device | str = "cpu",
+        **settings: Any,
     ) -> None:  # fmt: skip
         seed_everything(7)
-        self.model = Model(sparse=sparse)
+        self.device = device
+        self.model = Model(sparse=sparse).to(device)
         self.optimizers = OPTIMIZERS[optimizer](self.model)
         reader: Any = Reader()
         if window:
@@ -103,7 +105,7 @@ class Job:
         self.done = 0
 
     def batch(self) -> None:
-        users, items, target = next(self.batches)
+        users, items, target = (tensor.to(self.device) for tensor in next(self.batches))
         loss = nn.functional.mse_loss(self.model(users, items), target)
         if self.done % self.accumulate == 0:
             for optimizer in self.optimizers:

@@ -14,6 +14,7 @@ from recpoint import Checkpointer, Consecutive, Options, Precision
 from recpoint.errors import SettingsError
 from recpoint.trainer_plugin.pipeline import lead
 from recpoint.trainer_plugin.policy import ChainLink
+from recpoint.trainer_plugin.snapshot.window import Window
 from tests.polling import until
 from tests.running_parts import pipeline_of
 from tests.unit.trainer_plugin.test_copied_ahead import ITEMS, USERS, Job, _compare, _train
@@ -219,6 +220,7 @@ def wait_for_copy(job: Job) -> None:
     assert ahead is not None
     window = ahead.window
     if window is not None and window.reason is None:
+        assert isinstance(window, Window)
         until(lambda: window._copier is not None)
         copier = window._copier
         assert copier is not None

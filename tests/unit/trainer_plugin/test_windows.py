@@ -36,7 +36,7 @@ def window_of(job: Job) -> Window:
     pipeline = pipeline_of(job.checkpoints)
     assert pipeline.ahead is not None
     window = pipeline.ahead.window
-    assert window is not None
+    assert isinstance(window, Window)
     return window
 
 
