@@ -164,7 +164,7 @@ class ServedHome(Home):
             answers = transport.call(message, [placed.beside for placed in request]).tensors
             for placed, answer in zip(request, answers, strict=True):
                 is_stored[placed.table].append(answer)
-        return [torch.cat(is_stored[placed.table]) for placed in rows]
+        return [_joined(is_stored[placed.table]) for placed in rows]
 
     def write_back(self, table: str, ids: Tensor, records: Tensor, *, batch: int) -> None:
         """Store records at all servers at the same time."""
@@ -433,3 +433,8 @@ class FrozenAtServers(FrozenRows):
     def _release(self, server: int) -> None:
         if server in self._readers:
             self._home._release_at(server, self._table, self._readers[server])
+
+
+def _joined(answers: Sequence[Tensor]) -> Tensor:
+    """Join what a server said of the rows of one table in one request or several."""
+    return answers[0] if len(answers) == 1 else torch.cat(list(answers))

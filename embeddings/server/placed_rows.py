@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final, NamedTuple
 
@@ -130,17 +130,22 @@ def requests(rows: Sequence[PlacedRows], server: int) -> Iterator[list[PlacedRow
     for table, slots, records in rows:
         row_bytes = table.form.record_bytes + 8
         most_rows = max(1, _REQUEST_BYTES // row_bytes)
-        for some_slots, some_records in zip(
-            slots.split(most_rows), records.split(most_rows), strict=True
-        ):
+        for some_slots, some_records in _pieces(slots, records, most_rows):
             if request and (
-                len(some_slots) * row_bytes > room
+                some_slots.numel() * row_bytes > room
                 or len(request) == _MOST_TABLES
                 or request[0].table.parts[server].incarnation != table.parts[server].incarnation
             ):
                 yield request
                 request, room = [], _REQUEST_BYTES
             request.append(PlacedRows(table, some_slots, some_records))
-            room -= len(some_slots) * row_bytes
+            room -= some_slots.numel() * row_bytes
     if request:
         yield request
+
+
+def _pieces(slots: Tensor, records: Tensor, most_rows: int) -> Iterable[tuple[Tensor, Tensor]]:
+    """Divide slots and their records into pieces of at most `most_rows` rows."""
+    if slots.numel() <= most_rows:
+        return [(slots, records)]
+    return zip(slots.split(most_rows), records.split(most_rows), strict=True)

@@ -31,6 +31,7 @@ from recpoint.embeddings.home.memory import MemoryHome
 from recpoint.embeddings.parity.member import StripeMember
 from recpoint.embeddings.parity.peers import OutOfStep, TableSlots
 from recpoint.embeddings.parity.stripes import Parity, stripes_of
+from recpoint.embeddings.server.gate import Gate
 from recpoint.embeddings.server.messages import (
     AddTable,
     AskRejection,
@@ -120,7 +121,7 @@ class EmbeddingServer(Transport):
         self._protection: Protection | None = None
         self._protecting = threading.Lock()  # held while `_protection` is changed, or is told of it
         self._is_protected = False
-        self._gate = _Gate()
+        self._gate = Gate()
         self._home = self._new_home()
         self._incarnation = _drawn()
         self._owner = 0
@@ -163,12 +164,9 @@ class EmbeddingServer(Transport):
         """Let a call in at any time."""
         yield
 
-    @contextmanager
-    def _in_use(self, message: Any) -> Iterator[None]:
+    def _in_use(self, message: Any) -> AbstractContextManager[None]:
         """Let a call in beside others, unless the server begins for another training."""
-        with self._gate.shared():
-            self._require(message.incarnation)
-            yield
+        return self._gate.shared(lambda: self._require(message.incarnation))
 
     @contextmanager
     def _led(self, message: Any) -> Iterator[None]:
@@ -203,11 +201,11 @@ class EmbeddingServer(Transport):
             return Reply(_DONE, [self._fetch_frozen(table_rows, number) for table_rows in wanted])
         # Until the leader opens a successor, the successor may lack its tables.
         member = self._opened() if self._is_protected else None
-        for name in message.tables:
-            self._table(name)
+        tables = self._tables_of(message.tables)
         if member is not None:
             member.recovery.recover([TableSlots(table, slots) for table, slots, _ in wanted])
-        with self._using(message.tables):
+        # None is cleared meanwhile.
+        with _all_of([table.gate.shared() for table in tables.values()]):
             return Reply(_DONE, self._home.fetch_all(wanted))
 
     def _fetch_frozen(self, wanted: TableRows, number: int) -> Tensor:
@@ -220,45 +218,38 @@ class EmbeddingServer(Transport):
                 self._refuse_released(wanted.table)
             return reader.rows.fetch(wanted.ids, wanted.records)
 
-    @contextmanager
-    def _using(self, names: Sequence[str]) -> Iterator[None]:
-        """Keep tables from being cleared meanwhile. The block waits for no other server."""
-        tables = {name: self._table(name) for name in names}
-        with ExitStack() as gates:
-            for _, table in sorted(tables.items()):  # in one order, so that no two calls wait
-                gates.enter_context(table.gate.shared())
-            yield
+    def _tables_of(self, names: Sequence[str]) -> dict[str, _Table]:
+        """Return tables in one order, so that no two calls wait for each other's."""
+        return {name: self._table(name) for name in sorted(names)}
 
     def _write_back(self, message: WriteBack, rows: Sequence[SlotRows]) -> Reply[Done]:
         changed = _of_tables(message.tables, rows)
         # Until the leader opens a successor, the successor may lack its tables.
         member = self._opened() if self._is_protected else None
-        for name in message.tables:
-            self._table(name)
+        tables = self._tables_of(message.tables)
         if member is not None:
             # If the table is cleared after this, the write is late, and is not done.
             member.recovery.recover([TableSlots(table, slots) for table, slots, _ in changed])
-        with self._using(message.tables):
-            self._write(changed, member, message.trainer, message.batch)
-        if member is not None:
-            # Also for a call that comes again: it is acknowledged below.
-            member.other_servers.flush()
-        return Reply(_DONE)
-
-    def _write(
-        self, changed: Sequence[TableRows], member: StripeMember | None, trainer: int, batch: int
-    ) -> None:
-        tables = {one.table: self._table(one.table) for one in changed}
-        with ExitStack() as locks:
-            for _, here in sorted(tables.items()):  # in one order, so that no two calls wait
-                locks.enter_context(here.lock)
-            new = [one for one in changed if tables[one.table].is_new(trainer, batch)]
+        with (
+            # None is cleared meanwhile.
+            _all_of([table.gate.shared() for table in tables.values()]),
+            _all_of([table.lock for table in tables.values()]),
+        ):
+            new = [
+                rows_of_table
+                for rows_of_table in changed
+                if tables[rows_of_table.table].is_new(message.trainer, message.batch)
+            ]
             if member is None:
                 self._home.write_back_all(new, batch=0)
             else:
                 member.write(new)
-            for one in new:
-                tables[one.table].last[trainer] = batch
+            for rows_of_table in new:
+                tables[rows_of_table.table].last[message.trainer] = message.batch
+        if member is not None:
+            # Also for a call that comes again: it is acknowledged below.
+            member.other_servers.flush()
+        return Reply(_DONE)
 
     def _check(self, message: CheckStripes, rows: Sequence[SlotRows]) -> Reply[Done]:
         return Reply(_DONE, [self._opened().check(message.table, rows[0].slots)])
@@ -565,7 +556,7 @@ class _Frozen:
         self.trainer = trainer
         self.batch = batch
         self.rows = rows
-        self.gate = _Gate()  # fetches side by side, the release alone
+        self.gate = Gate()  # fetches side by side, the release alone
         self.is_released = False
 
 
@@ -576,7 +567,7 @@ class _Table:
     """
 
     def __init__(self) -> None:
-        self.gate = _Gate()
+        self.gate = Gate()
         self.lock = threading.Lock()
         self.last: dict[int, int] = {}  # trainer -> number of its last write, freeze or clear
         self.frozen: dict[int, _Frozen] = {}
@@ -588,40 +579,17 @@ class _Table:
         return batch > self.last.get(trainer, -1)
 
 
-class _Gate:
-    """Lets calls in side by side, or one alone; one that waits to be alone goes first."""
+def _all_of(contexts: Sequence[AbstractContextManager[Any]]) -> AbstractContextManager[Any]:
+    """Return one context that enters all of these in their order."""
+    return contexts[0] if len(contexts) == 1 else _entered(contexts)
 
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._inside = 0
-        self._waiting = 0
-        self._is_alone = False
 
-    @contextmanager
-    def shared(self) -> Iterator[None]:
-        with self._changed:
-            self._changed.wait_for(lambda: not self._is_alone and not self._waiting)
-            self._inside += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._inside -= 1
-                self._changed.notify_all()
-
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        with self._changed:
-            self._waiting += 1
-            self._changed.wait_for(lambda: not self._is_alone and not self._inside)
-            self._waiting -= 1
-            self._is_alone = True
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._is_alone = False
-                self._changed.notify_all()
+@contextmanager
+def _entered(contexts: Sequence[AbstractContextManager[Any]]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
 
 
 def _of_tables(names: Sequence[str], rows: Sequence[SlotRows]) -> list[TableRows]:
@@ -634,7 +602,7 @@ def _of_tables(names: Sequence[str], rows: Sequence[SlotRows]) -> list[TableRows
     for name, (slots, records) in zip(names, rows, strict=True):
         assert records is not None
         of_tables.append(TableRows(name, slots, records))
-    size_bytes = sum(one.ids.nbytes + one.records.nbytes for one in of_tables)
+    size_bytes = sum(table_rows.ids.nbytes + table_rows.records.nbytes for table_rows in of_tables)
     if size_bytes > MOST_REQUEST_BYTES:
         raise ValueError(f"a call of {size_bytes} bytes, expected at most {MOST_REQUEST_BYTES}")
     if len(set(names)) < len(names):

@@ -80,6 +80,8 @@ _GREETING_NAME: Final = b"recpoint embedding server "
 _GREETING: Final = _GREETING_NAME + b"7\n"
 _NONCE_BYTES: Final = 32
 _MAC_BYTES: Final = 16
+#: Bytes that are received together while fewer are wanted.
+_AHEAD_BYTES: Final = 4 << 10
 _REFUSED: Final = bytes(hashlib.sha256().digest_size)
 #: Magic, what is done with records, bytes of the text, number of forms.
 _REQUEST: Final = struct.Struct("<4sB3xII")
@@ -89,6 +91,7 @@ _FORM: Final = struct.Struct("<IQ")
 _REPLY: Final = struct.Struct("<4s?3xIQ")
 _REQUEST_MAGIC: Final = b"rpeq"
 _REPLY_MAGIC: Final = b"rpea"
+_RECORD_USES: Final = frozenset(RecordUse)
 #: Of a message or an answer. Names of tables are bounded, and so are the rows beside a message.
 _MOST_TEXT_BYTES: Final = 1 << 20
 #: Characters of one part of an error.
@@ -166,6 +169,8 @@ class Stream:
         # Finds out, in hours, that the other machine is gone.
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self._socket = connected
+        self._memory = memoryview(bytearray(_AHEAD_BYTES))
+        self._ahead = self._memory[:0]
         self._sent: _Macs | None = None
         self._received: _Macs | None = None
         self.deadline: float | None = None
@@ -238,13 +243,26 @@ class Stream:
 
     def _receive_into(self, view: memoryview, macs: _Macs | None) -> None:
         while len(view):
-            self._wait()
-            count = self._socket.recv_into(view)
-            if not count:
-                raise EOFError("the other side has closed the connection")
+            if self._ahead or len(view) < _AHEAD_BYTES:
+                # Heads, texts and MACs come together, and are received together.
+                if not self._ahead:
+                    self._ahead = self._memory[: self._received_into(self._memory)]
+                count = min(len(view), len(self._ahead))
+                view[:count] = self._ahead[:count]
+                self._ahead = self._ahead[count:]
+            else:
+                count = self._received_into(view)
             if macs is not None:
                 macs.update(view[:count])
             view = view[count:]
+
+    def _received_into(self, view: memoryview) -> int:
+        """Wait for bytes, and receive some; return how many."""
+        self._wait()
+        count = self._socket.recv_into(view)
+        if not count:
+            raise EOFError("the other side has closed the connection")
+        return count
 
     def _wait(self) -> None:
         seconds_left = None if self.deadline is None else self.deadline - time.monotonic()
@@ -254,6 +272,8 @@ class Stream:
 
     def has_bytes(self) -> bool:
         """Whether bytes, or the end of the connection, have come and were not received."""
+        if self._ahead:
+            return True
         ready = select.poll()  # takes any file descriptor, unlike `select`
         try:
             ready.register(self._socket, select.POLLIN)
@@ -379,7 +399,8 @@ class Request:
     def pieces(self) -> list[Piece]:
         """The bytes to send."""
         header = _REQUEST.pack(_REQUEST_MAGIC, self.records, len(self.text), len(self.forms))
-        return [header, *(_FORM.pack(*form) for form in self.forms), self.text, SEAL]
+        forms = [_FORM.pack(*form) for form in self.forms]
+        return [b"".join([header, *forms, self.text]), SEAL]
 
     @staticmethod
     def header_from(stream: Stream) -> bytes:
@@ -396,7 +417,7 @@ class Request:
         magic, records, text_bytes, count = _REQUEST.unpack(header)
         if (
             magic != _REQUEST_MAGIC
-            or records not in list(RecordUse)
+            or records not in _RECORD_USES
             or text_bytes > _MOST_TEXT_BYTES
             or count > MOST_PARTS
         ):
@@ -419,7 +440,7 @@ def request_pieces(message: Message[Any], rows: Sequence[SlotRows]) -> list[Piec
     forms = [
         RowsForm(
             message.row_bytes if row_part.records is None else row_part.records.shape[1],
-            len(row_part.slots),
+            row_part.slots.numel(),
         )
         for row_part in rows
     ]
@@ -439,19 +460,16 @@ def reply_pieces(message: Message[Any], rows: Sequence[SlotRows], reply: Reply[A
         tensors = [_on_wire(tensor) for tensor in reply.tensors]
         size_bytes = sum(len(_bytes_of(tensor)) for tensor in tensors)
         return [*ReplyHead(text=text, count=size_bytes).pieces, *tensors]
-    is_present = (
-        torch.cat(list(reply.tensors)) if reply.tensors else torch.zeros(0, dtype=torch.bool)
-    )
-    count = int(is_present.sum())
+    count = sum(int(np.count_nonzero(has_row.numpy())) for has_row in reply.tensors)
     records = [row_part.records for row_part in rows if row_part.records is not None]
     head = ReplyHead(text=text, count=count).pieces
-    if count == len(is_present):
+    if count == sum(has_row.numel() for has_row in reply.tensors):
         return [*head, *records]
     present = [
         _chosen(part, has_row.nonzero().view(-1))
         for part, has_row in zip(records, reply.tensors, strict=True)
     ]
-    return [*head, _on_wire(is_present), SEAL, *present]
+    return [*head, _on_wire(torch.cat(list(reply.tensors))), SEAL, *present]
 
 
 def receive_reply(
@@ -465,7 +483,7 @@ def receive_reply(
     """
     room = message.room(rows) if isinstance(message, RowMessage) else []
     is_filled = isinstance(message, RowMessage) and message.records is RecordUse.FILLED
-    counts = [len(row_part.slots) for row_part in rows]
+    counts = [row_part.slots.numel() for row_part in rows]
     room_bytes = sum(_wire_bytes(tensor) for tensor in room)
     head = ReplyHead.receive(stream, most=sum(counts) if is_filled else room_bytes)
     if head.is_error:
@@ -484,7 +502,7 @@ def receive_reply(
 
 def _receive_records(stream: Stream, present: int, rows: Sequence[SlotRows]) -> list[Tensor]:
     """Receive the records that a server has; return for each part bool [n], whether it has it."""
-    counts = [len(row_part.slots) for row_part in rows]
+    counts = [row_part.slots.numel() for row_part in rows]
     outs = [row_part.records for row_part in rows if row_part.records is not None]
     # Which rows are there is proved before records are written: other rows stay untouched.
     if present == sum(counts):
@@ -526,7 +544,7 @@ class ReplyHead:
     def pieces(self) -> list[Piece]:
         """The bytes to send."""
         header = _REPLY.pack(_REPLY_MAGIC, self.is_error, len(self.text), self.count)
-        return [header, self.text, SEAL]
+        return [header + self.text, SEAL]
 
     @staticmethod
     def receive(stream: Stream, *, most: int) -> ReplyHead:
@@ -613,6 +631,6 @@ def _bytes_of(part: bytes | Tensor) -> memoryview:
     if isinstance(part, Tensor):
         if not part.numel():
             return memoryview(b"")
-        array: Any = part.view(-1).view(torch.uint8).numpy()  # a buffer, which its type hides
-        return memoryview(array)
+        array: Any = part.numpy()  # a buffer, which its type hides
+        return memoryview(array).cast("B")
     return memoryview(part)

@@ -21,6 +21,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import cache
 from typing import Annotated, ClassVar, Final, Generic, Literal, NamedTuple, TypeVar
 
 from pydantic import Field
@@ -99,6 +100,7 @@ class Message(Part, Generic[AnswerT]):
     kind: str
 
     @classmethod
+    @cache
     def answer_type(cls) -> type[Part]:
         """Return the type of the answer."""
         for base in cls.__mro__:
