@@ -82,17 +82,19 @@ class Allocation(Part):
     """How the agent chooses a width for each row of a table (format §7, allocation).
 
     `price` is what one bit may cost. A row's importance is `scale` times the mean of its values of
-    the row state with index `state`, values below zero counted as zero.
+    the row state with index `state`, each less `initial`, values below zero counted as zero.
     """
 
     price: HexFloat
     state: Annotated[int, Field(ge=0, lt=64)]
     scale: HexFloat
+    initial: Annotated[HexFloat | None, Field(exclude_if=is_absent)] = None  # None: 0
 
     @model_validator(mode="after")
     def _positive(self) -> Self:
-        for name in ("price", "scale"):
-            if float.fromhex(getattr(self, name)) <= 0:
+        for name in ("price", "scale", "initial"):
+            text = getattr(self, name)
+            if text is not None and float.fromhex(text) <= 0:
                 raise ValueError(f"the {name} of an allocation must be above zero")
         return self
 

@@ -60,7 +60,9 @@ def mixed_table(
 def widths_of(table: Table) -> Tensor:
     """The width of each row, by the definition (format §7): u8 [rows]."""
     assert table.allocation is not None
+    initial = table.allocation.initial
     squares = table.states[table.allocation.state].double().reshape(table.rows, -1)
+    squares = squares - (0.0 if initial is None else float.fromhex(initial))
     means = torch.where(squares < 0, 0.0, squares).mean(dim=1)
     importance = (means * float.fromhex(table.allocation.scale)).float()
     return reference.allocate(

@@ -48,12 +48,13 @@ def row_widths(
     """
     spec = staged.job.tables[block.table].spec
     price, scale = float.fromhex(allocation.price), float.fromhex(allocation.scale)
+    initial = 0.0 if allocation.initial is None else float.fromhex(allocation.initial)
     states = BlockRows(staged, block, state_name(block.table, allocation.state))
     widths = np.empty(block.rows, np.uint8)
     for rows in passes(staged, block):
         chosen = allocate(
             values.read(rows).to(torch.float32),
-            importance(states.read(rows), scale),
+            importance(states.read(rows), scale, initial),
             price,
             exact_bits=8 * item_bytes(spec.dtype),
         )
@@ -61,14 +62,17 @@ def row_widths(
     return _with_fewer_chunks(widths, spec.dim)
 
 
-def importance(states: Tensor, scale: float) -> Tensor:
-    """Return `scale` times the mean of each row's state, negative values counted as 0: f32 [n].
+def importance(states: Tensor, scale: float, initial: float = 0.0) -> Tensor:
+    """Return `scale` times the mean of each row's state less `initial`: f32 [n].
+
+    Values that are negative then count as 0.
 
     Args:
         states: [n, …] of a float dtype.
         scale: above 0.
+        initial: the value with which the optimizer began the state.
     """
-    sums = states.reshape(len(states), -1).clamp(min=0.0).to(torch.float64)
+    sums = (states.reshape(len(states), -1).to(torch.float64) - initial).clamp(min=0.0)
     count = sums.shape[1]
     # In halves, in an order that neither threads nor processors change.
     while sums.shape[1] > 1:

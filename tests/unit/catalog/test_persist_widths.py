@@ -214,6 +214,23 @@ def test_importance(states: Tensor, expected: list[float]) -> None:
     assert found.dtype == torch.float32 and same(states, before)
 
 
+def test_importance_leaves_out_the_value_that_a_state_began_with() -> None:
+    states = torch.tensor([[0.5, 0.5], [0.75, 0.25], [1.0, 1.5]])
+    assert row_widths.importance(states, 0.5, 0.5).tolist() == [0.0, 0.0625, 0.375]
+
+
+def test_the_agent_takes_the_first_value_of_a_state_off(run: Run, tmp_path: Path) -> None:
+    table = mixed_table()
+    table.states[1][:] += 64.0
+    assert table.allocation is not None
+    allocation = table.allocation.model_copy(update={"initial": (64.0).hex()})
+    begun = replace(table, allocation=allocation)
+    path = stage(run, tmp_path / "s", [begun], step=1, generation=1)
+    assert persist_job(path).error == ""
+    assert rows_by_width(run.manifest(1, 1)) == expected_rows(widths_of(begun))
+    assert expected_rows(widths_of(begun)) != expected_rows(widths_of(table))
+
+
 def test_a_row_whose_importance_is_not_known_is_exact(run: Run, tmp_path: Path) -> None:
     table = mixed_table()
     table.states[1][:] = float("nan")

@@ -51,7 +51,13 @@ def test_a_table_of_one_width_has_no_such_field() -> None:
         StagedTable.model_validate(staged(allocation=None).model_dump() | {"allocation": {}})
 
 
-@pytest.mark.parametrize("name", ["price", "scale"])
+def test_the_first_value_of_a_state_is_told_where_there_is_one() -> None:
+    allocation = Allocation(price=PRICE, state=0, scale=SCALE, initial=(0.1).hex())
+    assert Allocation.model_validate_json(allocation.model_dump_json()) == allocation
+    assert allocation.model_dump()["initial"] == (0.1).hex()
+
+
+@pytest.mark.parametrize("name", ["price", "scale", "initial"])
 @pytest.mark.parametrize("text", ["0x0.0p+0", "-0x1.0p-3", "inf", "nan", "1e-6", "0x1p-3", ""])
 def test_numbers_that_no_allocation_has(name: str, text: str) -> None:
     with pytest.raises(ValidationError):
