@@ -484,7 +484,18 @@ def collisions_refused(folder: str) -> dict[str, str]:
     errors["hash"] = _error_of(lambda: build(model))
     model.train()
     errors["hash on a CPU"] = _error_of(lambda: model(mapped_batch(0, 0)))
+    for name, readonly in (("hash operator", False), ("hash operator that reads", True)):
+        errors[name] = _error_of(partial(_hash_ids, readonly=readonly))
     return errors
+
+
+def _hash_ids(*, readonly: bool) -> None:
+    """Map raw ids by the operator of TorchRec's hash modules, on a CPU."""
+    operators: Any = torch.ops.fbgemm
+    identities, _ = operators.create_zch_buffer(16, long_type=True)
+    operators.zero_collision_hash(
+        torch.arange(4), identities, max_probe=8, circular_probe=True, readonly=readonly
+    )
 
 
 def _increments(run: str) -> list[int]:

@@ -46,6 +46,12 @@ from recpoint.trainer_plugin.integrations.torchrec_names import check_attributes
 __all__ = ["CollisionRows", "CollisionSource", "find", "taken_apart"]
 
 _POLICIES = (LFU_EvictionPolicy, LRU_EvictionPolicy, DistanceLFU_EvictionPolicy)
+#: Why nobody has tried to store a module's state, by its class.
+_WHY_UNKNOWN: Final = {
+    "HashZchManagedCollisionModule": " (on a CPU its operator fbgemm::zero_collision_hash only "
+    "reads: it refuses readonly=False, so that no batch can be trained there and compared)"
+}
+
 #: What a module has from the start, beside its buffers; it makes others in its first batch.
 _ATTRIBUTES: Final = (
     "_mch_sorted_raw_ids",
@@ -304,9 +310,10 @@ class _Collisions:
 
     def __init__(self, name: str, module: nn.Module, *, sharded: bool) -> None:
         if type(module) is not MCHManagedCollisionModule:
+            kind = type(module).__name__
             raise _refused(
                 name,
-                f"a {type(module).__name__}, whose state recpoint does not know",
+                f"a {kind}, whose state recpoint does not know{_WHY_UNKNOWN.get(kind, '')}",
                 "an MCHManagedCollisionModule",
                 "use MCHManagedCollisionModule, or train these ids without managed collisions",
             )
