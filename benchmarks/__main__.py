@@ -36,7 +36,6 @@ NAMES = (
     "policy",
     "bytes",
     "accuracy",
-    "moments",
     "ranks",
     "scale",
     "soak",

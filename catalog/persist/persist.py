@@ -14,6 +14,7 @@ from typing import Final, Literal, NamedTuple, Protocol, Self
 
 from pydantic import ValidationError
 
+from recpoint.catalog.persist.base_cache import BaseCache
 from recpoint.catalog.persist.encode import encode_group, encoded_entries
 from recpoint.catalog.persist.plan import GROUP_BYTES, ChunkGroup, plan_groups
 from recpoint.catalog.persist.quantize import quantization_of, quantize_group
@@ -36,6 +37,7 @@ from recpoint.catalog.run.committed import Committed, committed
 from recpoint.catalog.run.rejections import leave_rejection
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.run.stored_chunks import chunks_missing, not_there
+from recpoint.catalog.staging.area import StagedRun
 from recpoint.catalog.staging.cancels import raise_if_cancelled
 from recpoint.catalog.staging.job import StagedJob, open_slot
 from recpoint.catalog.staging.job_files import finish, read_job
@@ -129,7 +131,12 @@ class PersistJob:
         self._given_store = store
         self._chosen: dict[int, Choice] = {}
         has_residuals = any(table.residual for table in job.tables)
-        self._residuals = ResidualRows(job, self.open_run) if has_residuals else None
+        # Increments after a full stand on it; those after an increment stand on its base.
+        base = job.base or job.ref
+        self._base_cache = BaseCache(StagedRun.of_job(path), job.rank, base.attempt)
+        self._residuals = (
+            ResidualRows(job, self.open_run, self._base_cache) if has_residuals else None
+        )
 
     @classmethod
     def open(cls, job_file: Path | str, *, store: Store | None = None) -> Self:
@@ -342,6 +349,7 @@ class PersistJob:
         self.raise_if_cancelled()
         self._require_uploaded(run, entries)
         commit(run, manifest)
+        self._base_cache.remove_others()
         return committed(run, manifest, self.job.rank)
 
     def _commit_part(self, run: Run) -> Committed:
@@ -362,6 +370,7 @@ class PersistJob:
             self._require_uploaded(run, entries)
             write_part(run, self.staged, entries, quantization_of(self.staged, self.groups))
         manifest = commit_parts(run, job, self.path)
+        self._base_cache.remove_others()
         return committed(run, manifest, job.rank)
 
     def _entries(self) -> list[ChunkEntry]:

@@ -1,7 +1,11 @@
-"""Computes the residuals of staged rows to the full of their chain (format §3.7)."""
+"""Computes the residuals of staged rows to the full of their chain (format §3.7).
+
+The rows of the full come from files on this host, and from the store where these are lost.
+"""
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -9,6 +13,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from recpoint.catalog.persist.base_cache import BaseCache
 from recpoint.catalog.persist.block_rows import BlockRows
 from recpoint.catalog.persist.plan import RowBlock
 from recpoint.catalog.restore.base_rows import BaseRows, base_entries
@@ -23,6 +28,8 @@ from recpoint.format.job import Job
 from recpoint.format.manifest import Manifest
 
 __all__ = ["BlockResiduals", "ResidualRows", "residuals_to", "staged_ids"]
+
+_log = logging.getLogger("recpoint")
 
 #: The root of the squared errors of 2^20 values is below this many times the largest of them.
 _MOST_ERROR: Final = 2.0**10
@@ -90,10 +97,12 @@ class ResidualRows:
     Args:
         job: an increment.
         open_run: opens its run.
+        cache: keeps the rows on this host.
     """
 
-    def __init__(self, job: Job, open_run: Callable[[], Run]) -> None:
+    def __init__(self, job: Job, open_run: Callable[[], Run], cache: BaseCache) -> None:
         self._job = job
+        self._cache = cache
         self._open_run = open_run
         self._lock = threading.Lock()
         self._full: Manifest | None = None
@@ -138,13 +147,22 @@ class ResidualRows:
                 next_step="nothing: the job is rejected, and the trainer writes a full",
             )
         source, shard = StoreChunks(run.store), self._shard(table)
-        base = BaseRows(full, table, shard)
+        base, not_kept = BaseRows(full, table, shard), []
+        for entry in base_entries(full, table, shard):
+            kept_rows = self._cache.read(entry, spec)
+            if kept_rows is None:
+                not_kept.append(entry)
+            else:
+                base.add(kept_rows)
+        has_room = True
         with ReadScheduler(_READERS) as reads:
-            for _, outcome in reads.in_order(
-                base_entries(full, table, shard), lambda entry: read_rows(source, full, entry)
+            for entry, outcome in reads.in_order(
+                not_kept, lambda entry: read_rows(source, full, entry)
             ):
                 try:
-                    base.add(outcome.result())
+                    stored = outcome.result()
+                    base.add(stored)
+                    has_room = has_room and self._cache.write(entry, stored)
                 except ObjectNotFound as error:
                     raise MissingLink(
                         error.subject,
@@ -153,6 +171,17 @@ class ResidualRows:
                         "adds residuals",
                         next_step="nothing: the job is rejected, and the trainer writes a full",
                     ) from error
+        if not_kept:
+            _log.info(
+                "read %d chunks of %s for residuals of table %r; its rows take %d bytes of memory, "
+                "and are %s in %s",
+                len(not_kept),
+                full.ref,
+                spec.name,
+                base.nbytes,
+                "kept" if has_room else "not kept for lack of room",
+                self._cache.directory,
+            )
         return base
 
     def _read_full(self, run: Run) -> Manifest:

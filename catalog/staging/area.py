@@ -112,6 +112,11 @@ class StagedRun:
         return self.path / "spool"
 
     @property
+    def bases_directory(self) -> Path:
+        """The directory in which the agent keeps the rows of fulls, for residuals to them."""
+        return self.path / "bases"
+
+    @property
     def status_path(self) -> Path:
         """The agent's status file for this run, which is for people."""
         return self.path / "status.json"

@@ -55,7 +55,10 @@ _SLOT_NAME = re.compile(r"r([0-9]{5})-[0-9]{1,4}\.bin\Z")
 
 
 class FreeSlot(NamedTuple):
-    """A slot that was removed, or would be in a dry run, its size, and why nobody will use it."""
+    """A slot that was removed, or would be in a dry run, its size, and why nobody will use it.
+
+    A file with rows of a full, which the agent keeps for residuals, counts as one.
+    """
 
     slot: str
     size_bytes: int
@@ -85,17 +88,22 @@ def free_slots(
         OSError: the staging area cannot be read or written.
     """
     found: list[FreeSlot] = []
-    slots = slots_by_rank(staged_run)
-    if not slots:
+    slots, bases = slots_by_rank(staged_run), _bases(staged_run)
+    if not slots and not bases:
         return found
     idle_seconds = _idle_seconds(staged_run)
+    reason = "training has ended" if ended else f"unused for more than {grace_seconds:g} s"
+    for path, size_bytes in bases if ended or idle_seconds >= grace_seconds else []:
+        # An agent that needs such a file after all reads the store again.
+        if not dry_run:
+            owned.remove(staged_run.staging, path)
+        found.append(FreeSlot(path.name, size_bytes, reason))
     for rank, paths in sorted(slots.items()):
         old = [
             path
             for path in paths
             if ended or min(idle_seconds, _age_seconds(path)) >= grace_seconds
         ]
-        reason = "training has ended" if ended else f"unused for more than {grace_seconds:g} s"
         if dry_run:
             lock = staged_run.trainer_lock_path(rank)
             if not locks.is_held(lock, root=staged_run.staging):
@@ -133,7 +141,8 @@ def free_slots_of_ended(staged_run: StagedRun) -> list[FreeSlot]:
         StagingRefused: something in the run's directory is not this user's own.
         OSError: the staging area cannot be read or written.
     """
-    if not slots_by_rank(staged_run) or staged_run.staged_jobs():
+    has_files = bool(slots_by_rank(staged_run) or _bases(staged_run))
+    if not has_files or staged_run.staged_jobs():
         return []
     if trainer_state(staged_run, read_trainer_note(staged_run)) != "ended":
         return []
@@ -171,6 +180,7 @@ def left_behind(staging: Path) -> list[LeftBehind]:
                 continue
             slots = [path for paths in slots_by_rank(staged_run).values() for path in paths]
             size_bytes = sum(path.stat().st_size for path in slots)
+            size_bytes += sum(size for _, size in _bases(staged_run))
             if size_bytes:
                 found.append(LeftBehind(note.run_url, size_bytes))
     return sorted(found, key=lambda one: -one.size_bytes)
@@ -242,6 +252,17 @@ def slots_by_rank(staged_run: StagedRun) -> dict[int, list[Path]]:
     except (FileNotFoundError, NotADirectoryError):
         return slots
     return slots
+
+
+def _bases(staged_run: StagedRun) -> list[tuple[Path, int]]:
+    """Return the files with rows of fulls, and their sizes in bytes, sorted by name."""
+    directory = staged_run.bases_directory
+    files = []
+    for name in sorted(owned.names(staged_run.staging, directory)):
+        with suppress(FileNotFoundError):
+            status = owned.file_status(staged_run.staging, directory / name)
+            files.append((directory / name, status.st_size))
+    return files
 
 
 def remove_unnamed(

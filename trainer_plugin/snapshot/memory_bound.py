@@ -65,6 +65,7 @@ class MemoryBound:
         self._jobs = jobs
         self._entries = 0
         self._told_bytes = 0
+        self._base_bytes = 0
         self.own_bytes = 0
         self.host = HostShare((ranks.rank,), 0)
 
@@ -141,7 +142,7 @@ class MemoryBound:
 
     def cut(self, slot_bytes: int) -> None:
         """Raise the bound if a checkpoint took more of its slot: some state grows unannounced."""
-        self._grow(self._jobs * slot_bytes)
+        self._grow(self._jobs * slot_bytes + self._base_bytes)
 
     def note_bounds(self, bounds: Sequence[int]) -> None:
         """Take over the bounds that all ranks of the job reported, in bytes, in rank order."""
@@ -153,7 +154,8 @@ class MemoryBound:
     def _measured(self) -> int:
         # Counted first: if the measuring fails, it is not repeated after each step.
         self._entries = self._count()
-        return self._jobs * self._cutter.size_bytes()
+        self._base_bytes = self._cutter.base_bytes()
+        return self._jobs * self._cutter.size_bytes() + self._base_bytes
 
     def _count(self) -> int:
         """Return the number of state entries; cheap enough to be called after each step."""

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
 
 from recpoint.embeddings.tables.marks import Dirty
 from recpoint.format.dtypes import item_bytes
 from recpoint.format.history import RULE_BITS, ChosenPrecision
-from recpoint.format.job import Allocation
 from recpoint.format.manifest import CODE_BITS, Quantizer
 from recpoint.kernels import dirty_bitmap
+from recpoint.kernels.bit_packing.widths import packed_width
 from recpoint.trainer_plugin.policy import ChainLink
 from recpoint.trainer_plugin.ranks.sharding import StoredShard
 from recpoint.trainer_plugin.schedule.ledger import Pending
@@ -22,17 +21,7 @@ from recpoint.trainer_plugin.snapshot.codes import RowsToCode, TableQuantizer
 from recpoint.trainer_plugin.snapshot.live_tables import LiveTable
 from recpoint.trainer_plugin.snapshot.plan import CutTable
 
-__all__ = ["PricesBits", "TableParts"]
-
-
-class PricesBits(Protocol):
-    """Says how the agent gives widths to the rows of tables; `loss.meter.LossMeter` does."""
-
-    def allocation(self, live: LiveTable) -> Allocation | None:
-        """Return how the rows of a table get widths; None: all get the same."""
-
-    def is_exact(self, live: LiveTable) -> bool:
-        """Whether the rows of a table are stored exactly, whatever its width is."""
+__all__ = ["TableParts"]
 
 
 class TableParts:
@@ -43,7 +32,6 @@ class TableParts:
         settings: how rows and row states are stored.
         cache: says which tables embedding servers stage.
         rank: rank of this process.
-        prices: gives rows their widths; None: all rows of a table have one width.
 
     Attributes:
         rule: whether the width of any table is chosen anew for each cut.
@@ -54,18 +42,12 @@ class TableParts:
     """
 
     def __init__(
-        self,
-        shards: Sequence[StoredShard],
-        settings: Settings,
-        cache: CacheAtCut,
-        rank: int,
-        prices: PricesBits | None = None,
+        self, shards: Sequence[StoredShard], settings: Settings, cache: CacheAtCut, rank: int
     ) -> None:
         self._shards = tuple(shards)
         self._precision = settings.precision
         self._cache = cache
         self._rank = rank
-        self._prices = prices
         self._widths = table_widths(
             [shard.table for shard in shards if shard.table is not None],
             settings.precision,
@@ -103,12 +85,10 @@ class TableParts:
             precision: decision of the rule; None: there is none.
         """
         width: int = 8 * item_bytes(live.spec.dtype)
-        prices, allocation = self._prices, None
-        if live.table is not None and not (prices is not None and prices.is_exact(live)):
+        if live.table is not None:
             chosen = in_bits(self._widths[live.key], precision)
             # Exact means the width of the present dtype: `model.half()` may have changed it.
             width = chosen if chosen in CODE_BITS else width
-            allocation = None if prices is None else prices.allocation(live)
         in_cache = None if live.table is None else live.table.name_in_cache
         return CutTable(
             spec=live.spec,
@@ -122,7 +102,6 @@ class TableParts:
             state_bits=None if self._precision.state == "lossless" else self._precision.state,
             in_cache=in_cache,
             at_servers=in_cache in self._cache.staged_at_home,
-            allocation=allocation,
         )
 
     def whole(self, live: LiveTable, precision: ChosenPrecision | None = None) -> CutTable:
@@ -130,6 +109,15 @@ class TableParts:
         part = self.part(live, len(live.held), None, precision)
         # Those that no step has changed yet will be there when a full is cut.
         return replace(part, at_servers=self._at_servers and part.in_cache is not None)
+
+    def base_bytes(self, tables: Sequence[LiveTable]) -> int:
+        """Return the bytes of codes that the agent keeps of a full's rows, for residuals."""
+        parts = [self.whole(live) for live in tables] if self._precision.residual else []
+        return sum(
+            part.rows_here * (packed_width(part.spec.dim, part.bits) + 2 * item_bytes("F32"))
+            for part in parts
+            if part.may_be_residual
+        )
 
     def of_full(
         self, tables: Sequence[LiveTable], precision: ChosenPrecision | None

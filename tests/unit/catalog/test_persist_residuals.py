@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ from recpoint.catalog.persist import persist
 from recpoint.catalog.persist.residuals import residuals_to
 from recpoint.catalog.persist.spool import empty_spool
 from recpoint.catalog.run.run import Run
+from recpoint.catalog.staging.area import StagedRun
+from recpoint.catalog.staging.free import free_slots
 from recpoint.catalog.staging.job_files import read_job
 from recpoint.errors import RanksMissing
 from recpoint.format.job import Job
@@ -22,6 +25,7 @@ from recpoint.format.manifest import Manifest
 from recpoint.format.naming import MANIFEST_KEY, ManifestName
 from tests.catalog_builder import Table, copy_run, new_run
 from tests.consolidation import merge, require_same, restored
+from tests.interposed_store import InterposedStore
 from tests.job_builder import Links, stage
 from tests.mixed_table import a_chunk_for_each_width, mixed_table
 from tests.persisted import objects
@@ -204,6 +208,91 @@ def test_a_retried_job_stores_the_same_bytes(run: Run, tmp_path: Path) -> None:
         copies.append(objects(again))
         empty_spool(job.staged)
     assert copies[0] == copies[1] and len(copies[0]) > len(objects(run))
+
+
+def bases(training: Training) -> list[Path]:
+    directory = StagedRun.of(training.staging, training.run.url).bases_directory
+    return sorted(directory.iterdir()) if directory.exists() else []
+
+
+class Counted(InterposedStore):
+    """Counts the reads of the full's rows."""
+
+    reads = 0
+
+    def get(self, key: str, *, max_bytes: int) -> bytes:
+        self.reads += "000000000010-" in key and "-t00000-" in key
+        return super().get(key, max_bytes=max_bytes)
+
+
+def test_the_full_is_read_once_and_kept_until_the_next_full(run: Run, tmp_path: Path) -> None:
+    table = table_of()
+    table.values[3, 1] = torch.inf  # so that a chunk has rows that are no range
+    training = Training(run, tmp_path / "staging", table)
+    training.persist()
+    assert bases(training) == []
+    counts = []
+    for number in range(1, 4):
+        store = Counted(run.store)
+        path = training.stage(dirty=moved(table, number))
+        assert persist.persist_job(path, store=store).result == "committed"
+        counts.append(store.reads)
+    assert counts == [2, 0, 0] and len(bases(training)) == 2
+    assert validate(run, ManifestName(40, 1), level="full").result == "passed"
+    full_bytes = sum(chunk.bytes for chunk in run.manifest(10, 1).chunks if chunk.table == 0)
+    assert sum(path.stat().st_size for path in bases(training)) < full_bytes / 2
+    training.links = Links()
+    training.persist()
+    assert bases(training) == []
+
+
+@pytest.mark.parametrize("damage", ["cut off", "a bit", "empty", "another's", "gone", "in the way"])
+def test_a_cache_that_is_damaged_is_read_from_the_store_again(
+    run: Run, tmp_path: Path, damage: str
+) -> None:
+    training = Training(run, tmp_path / "staging", table_of())
+    training.persist()
+    training.persist(dirty=moved(training.table, 1))
+    (path,) = bases(training)
+    whole = path.read_bytes()
+    if damage == "gone":
+        path.unlink()
+    elif damage == "in the way":
+        path.unlink()
+        path.parent.rmdir()
+        path.parent.write_text("no directory")
+    else:
+        flipped = bytearray(whole)
+        flipped[len(whole) // 2] ^= 4
+        contents = {
+            "cut off": whole[:-9],
+            "a bit": bytes(flipped),
+            "empty": b"",
+            "another's": whole,
+        }
+        path.write_bytes(contents[damage])
+    if damage == "another's":
+        os.chmod(path, 0o666)  # others could have written to it
+        os.chmod(path.parent, 0o777)
+    newest = training.persist(dirty=moved(training.table, 2))
+    assert "residual" in schemes(newest)
+    assert validate(run, ManifestName(30, 1), level="full").result == "passed"
+    if damage not in ("another's", "in the way"):
+        assert bases(training)[0].read_bytes() == whole
+
+
+def test_what_is_kept_of_a_full_goes_with_the_training(run: Run, tmp_path: Path) -> None:
+    training = Training(run, tmp_path / "staging", table_of())
+    training.persist()
+    training.persist(dirty=moved(training.table, 1))
+    staged_run = StagedRun.of(training.staging, run.url)
+    (kept,) = bases(training)
+    assert [slot.slot for slot in free_slots(staged_run, ended=False, grace_seconds=3600)] == []
+    planned = free_slots(staged_run, ended=True, grace_seconds=0, dry_run=True)
+    assert kept.name in [slot.slot for slot in planned] and kept.exists()
+    freed = free_slots(staged_run, ended=True, grace_seconds=0)
+    assert [slot.size_bytes for slot in freed if slot.slot == kept.name][0] > ROWS
+    assert bases(training) == []
 
 
 @pytest.mark.parametrize("lost", ["manifest", "chunk", "damaged"])
