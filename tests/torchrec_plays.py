@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -572,19 +573,26 @@ def piped(
     }
 
 
-def looked_ahead(kinds: Mapping[str, str], run: str, pipeline: str = "") -> Any:
+def looked_ahead(
+    kinds: Mapping[str, str], run: str, pipeline: str = "", *, in_pieces: bool = False
+) -> Any:
     """Train with and without a Lookahead, which finds the ids in the batches itself.
 
     Args:
         kinds: how each table is sharded.
         pipeline: name of the pipeline's class; "": a plain loop.
+        in_pieces: take fulls only, and copy them ahead as those of tables on a GPU, without a
+            Lookahead.
     """
     from torchrec.distributed.train_pipeline import train_pipelines
     from torchrec.streamable import Pipelineable
 
-    from recpoint import Lookahead, ResumableLoader
+    from recpoint import Consecutive, Lookahead, Options, ResumableLoader
+    from recpoint.trainer_plugin.snapshot import cut
     from tests.ahead_ranks import INTERVAL, WINDOW, RankJob, train_alike
 
+    if in_pieces:  # for the life of this process
+        pytest.MonkeyPatch().setattr(cut, "are_copied_in_pieces", lambda tables: True)
     Pipelineable.register(PooledBatch)
     batches = [PooledBatch(number, batch(number, dist.get_rank())[0]) for number in range(90)]
 
@@ -593,7 +601,13 @@ def looked_ahead(kinds: Mapping[str, str], run: str, pipeline: str = "") -> Any:
         model = sharded(kinds, model=PooledRanker())
         of_torch = optimizers(model, "RowWiseAdagrad")
         loader: Any = ResumableLoader(batches)
-        reader = Lookahead(loader, window=window) if window else loader
+        reader = Lookahead(loader, window=window) if window and not in_pieces else loader
+        settings: dict[str, Any] = {}
+        if in_pieces:
+            settings["policy"] = Consecutive(full_every=1)
+            settings["options"] = Options(
+                handle_sigterm=False, announce=False, on_error="raise", copy_fulls_ahead=window
+            )
         kind = pipeline and getattr(train_pipelines, pipeline)
         inner = kind(model, of_torch[0], torch.device("cpu")) if kind else None
 
@@ -607,7 +621,7 @@ def looked_ahead(kinds: Mapping[str, str], run: str, pipeline: str = "") -> Any:
             for optimizer in of_torch:
                 optimizer.step()
 
-        return RankJob(Path(run) / name, model, of_torch, reader, train)
+        return RankJob(Path(run) / name, model, of_torch, reader, train, **settings)
 
     return train_alike(job("plain", 0), job("ahead", WINDOW), 3 * INTERVAL)
 

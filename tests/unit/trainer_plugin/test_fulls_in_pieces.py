@@ -35,7 +35,8 @@ class LateJobs:
 
     Attributes:
         plain, ahead: the trainings.
-        late: the second one's device; None before its first window.
+        late: the second one's device; `called` is what its last window called.
+        piece_bytes: bytes of its pieces, from the next window on.
     """
 
     def __init__(
@@ -43,21 +44,19 @@ class LateJobs:
     ) -> None:
         self.draw = random.Random(seed)
         self.piece_bytes = 96 << 10
-        self.late: LateCopies | None = None
         chosen = {"policy": _ALWAYS_FULL, **settings}
         self.plain = Job(directory / "plain", **{**chosen, "copy_fulls_ahead": 0})
         self.ahead = Job(directory / "ahead", **{**_WINDOW, **chosen})
+        self.late = LateCopies(
+            HostCopies(), self.draw, arrives=0.8, tables=lambda: self.arrays(self.ahead)
+        )
         for module in (cut, ahead_module):
             patch.setattr(module, "are_copied_in_pieces", lambda tables: True)
         patch.setattr(piece_window, "copies_of", self._copies_of)
 
     def _copies_of(self, _device: torch.device) -> LateCopies:
-        self.late = LateCopies(
-            HostCopies(self.piece_bytes),
-            self.draw,
-            arrives=0.8,
-            tables=lambda: self.arrays(self.ahead),
-        )
+        self.late.piece_bytes = self.piece_bytes
+        self.late.called.clear()
         return self.late
 
     @property
@@ -88,10 +87,9 @@ class LateJobs:
     def batch(self) -> None:
         for job in self.both:
             job.batch()
+        self.late.note_contents()
         window = self.window
         if window is not None and window.reason is None:
-            assert self.late is not None
-            self.late.note_contents()
             until(window._room.done)
             moves = [
                 buffer.move for copier in window._copiers.values() for buffer in copier._buffers
@@ -126,7 +124,12 @@ def test_staged_bytes_equal_those_of_a_plain_cut(
     assert copied.rows_before > USERS // 2 and copied.rows_in_stall > 0
     assert copied.rows_before + copied.rows_in_stall >= USERS + ITEMS
     assert copied.bytes_before > 0 and copied.bytes_in_stall > 0
-    assert jobs.late is not None and jobs.late.called.count("buffer") == 2
+    # Nothing is copied before the device was idle, and no row again before it is idle again.
+    calls = " ".join(jobs.late.called)
+    opening, meanwhile, again, at_end = calls.split("wait for all")
+    assert opening == "buffer buffer " and at_end == ""
+    assert "follow training copy" in meanwhile and "gather" not in meanwhile
+    assert "gather" in again and "follow training" not in again
     jobs.close()
 
 
@@ -290,3 +293,41 @@ def test_rows_that_a_gpu_quantizes_and_other_devices_are_refused(tmp_path: Path)
 
 def _trackers(job: Job) -> Any:
     return pipeline_of(job.checkpoints)._trackers
+
+
+@pytest.mark.nightly("loops")
+@pytest.mark.parametrize("seed", range(30))
+def test_whatever_happens_between_two_batches_costs_no_byte(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    draw = random.Random(seed)
+    jobs = LateJobs(
+        tmp_path,
+        monkeypatch,
+        seed,
+        optimizer=draw.choice(["sgd", "adagrad", "sparse_adam"]),
+        accumulate=draw.choice([1, 1, 2]),
+        copy_fulls_ahead=draw.choice([3, 12, 19]),
+    )
+    jobs.piece_bytes = draw.choice([8, 64, 256, 2_000]) << 10
+    reasons = []
+    for _ in range(60):
+        event = draw.choice(12 * ["nothing"] + ["marked", "deleted", "all", "uncounted", "moved"])
+        rows = torch.tensor(draw.sample(range(ITEMS), 40))
+        for job in jobs.both:
+            weight = job.model.items.weight
+            with torch.no_grad():
+                if event == "marked":
+                    weight[rows] += 1
+                    job.checkpoints.mark("items", rows)
+                elif event == "deleted":
+                    job.checkpoints.delete_rows("items", rows)
+                elif event == "all":
+                    job.checkpoints.mark_all("items")
+                elif event == "uncounted":  # torch counts it, and nobody says which rows it is of
+                    weight[rows] += 1
+                elif event == "moved":
+                    job.model.users.weight.data = job.model.users.weight.data.clone()
+        reasons += jobs.train(1)
+    assert len(reasons) == 3
+    jobs.close()
