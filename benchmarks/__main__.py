@@ -36,6 +36,7 @@ NAMES = (
     "policy",
     "bytes",
     "accuracy",
+    "moments",
     "ranks",
     "scale",
     "soak",

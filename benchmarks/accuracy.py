@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.learning import Score, Task, criteo_shaped, evaluate, restored_rows, retail
+from benchmarks.learning import Learned, Score, Task, criteo_shaped, evaluate, restored_rows, retail
 from benchmarks.report import Report
 from benchmarks.workload import scratch, staged_run
 from recpoint.catalog.restore.restore import MemoryTarget, restore
@@ -29,7 +29,17 @@ from recpoint.format.job import QuantizerName
 from recpoint.trainer_plugin.schedule.outlook import bits_for
 from recpoint.trainer_plugin.settings import Precision
 
-__all__ = ["KEYS", "RULE", "WIDTHS", "Immediate", "Outcome", "Spread", "report_of", "run"]
+__all__ = [
+    "KEYS",
+    "RULE",
+    "WIDTHS",
+    "Immediate",
+    "Outcome",
+    "Spread",
+    "interval_of",
+    "report_of",
+    "run",
+]
 
 WIDTHS = (2, 3, 4, 8)
 KEYS = (
@@ -192,7 +202,8 @@ def _restored_on_the_way(task: Task, seed: int, restores: int, bits: int, never:
     restore_steps = sorted({number * steps // (restores + 1) for number in range(1, restores + 1)})
     at_once: list[Score] = []
 
-    def restore_all(model: Any, step: int) -> None:
+    def restore_all(learned: Learned, step: int) -> None:
+        model = learned.model
         loss_before = evaluate(model, task.test) if step == restore_steps[-1] else None
         _restore_tables(model, bits, "rule", step=step)
         if loss_before is not None:
@@ -307,7 +318,7 @@ def _rule(report: Report, outcomes: list[Outcome], tasks: list[str]) -> None:
 def _ends(runs: list[Spread]) -> tuple[tuple[float, float], tuple[float, float]]:
     """Return mean and half the 95 % confidence interval over seeds, of the loss and of the AUC."""
     loss, auc = ([s.at_end[part] for s in runs] for part in (0, 1))
-    return _interval(loss), _interval(auc)
+    return interval_of(loss), interval_of(auc)
 
 
 def _both(score: Score) -> str:
@@ -319,7 +330,8 @@ def _end(interval: tuple[float, float]) -> str:
     return f"{mean:+.4f} ± {half:.4f}" if half < math.inf else f"{mean:+.4f}"
 
 
-def _interval(values: list[float]) -> tuple[float, float]:
+def interval_of(values: list[float]) -> tuple[float, float]:
+    """Return the mean and half the 95 % confidence interval; infinite for fewer than 3 values."""
     if len(values) < _LEAST_PAIRS:
         return statistics.fmean(values), math.inf
     half = _STUDENT[len(values)] * statistics.stdev(values) / math.sqrt(len(values))

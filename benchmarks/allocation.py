@@ -1,12 +1,15 @@
-"""Measures the choice of a width for each row: its speed on one core, and the bits it wastes.
+"""Measures the choice of a width for each row: its speed, the bits it wastes, and what it is worth.
 
 Speeds are bytes of F32 rows in a second. `gb_per_s_all_widths` takes rows for which every width has
-to be tried, `gb_per_s` rows whose importances spread as those of a trained model do.
+to be tried, `gb_per_s` rows whose importances spread as those of a trained model do, and
+`gb_per_s_with_codes` has these rows quantized and packed, too, each width by itself.
 
-The choice goes by the errors of asymmetric codes. The agent stores codes of the searching method
-where rows take less than 8 bits, whose errors are smaller. `bits_vs_searched` says what that costs:
-the bits of the choice, over those of a choice by the errors of the stored codes, at the same sum of
-importance times stored error.
+The choice goes by the errors of asymmetric codes. If the agent stores codes of a search, their
+errors are smaller. `bits_vs_searched` says what that costs: the bits of the choice, over those of a
+choice by the errors of a search at each width, at the same sum of importance times stored error.
+
+`rms_vs_uniform` is the root mean square of what rounding changes in the logits of later samples,
+over the same with one width for all rows, at as many bits a row.
 """
 
 from __future__ import annotations
@@ -18,40 +21,72 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.learning import retail
+from benchmarks.learning import Learned, Task, restored_rows, retail
 from benchmarks.machine import keep_freed_memory
 from benchmarks.report import Report, Spread, alternate, spread_of
+from recpoint.kernels import row_gather
 from recpoint.kernels.allocation import EXACT, WIDTHS, allocate, reference, row_bits
-from recpoint.kernels.quantize import ASYMMETRIC, default_method, dequantize, quantize
+from recpoint.kernels.quantize import (
+    ASYMMETRIC,
+    default_method,
+    dequantize,
+    quantize,
+    quantize_packed,
+)
 
 __all__ = ["KEYS", "run"]
 
-KEYS = ("gb_per_s_all_widths", "gb_per_s", "bits_vs_searched")
+_SPEEDS = ("gb_per_s_all_widths", "gb_per_s", "gb_per_s_with_codes")
+KEYS = (
+    *_SPEEDS,
+    "bits_vs_searched",
+    "rms_vs_uniform_full",
+    "rms_vs_uniform_increment",
+)
 
 _DIMS = (8, 16, 64, 128)
+#: The widths for all rows that the choice is compared with.
+_UNIFORM = (3, 4)
+#: The rows of the last batches stand for those of an increment.
+_INCREMENT_BATCHES = 60
+_SAMPLES_AT_ONCE = 4096
 _CHOICES = (*WIDTHS, EXACT)
 
 
 def run(*, smoke: bool) -> Report:
-    """Measure speeds on rows of 8 to 128 values, then errors on trained rows of 16 and 64.
+    """Measure speeds on rows of 8 to 128 values, then models of purchases with rows of 16 and 64.
 
     Each figure is the worst of all row lengths; `bits_vs_searched` also of the damages of 3, 4 and
-    5 bits for all rows.
+    5 bits for all rows, and `rms_vs_uniform_*` of 3 and 4 bits. `full` counts the bits of all rows,
+    `increment` those of the rows that the last 60 batches trained.
     """
     keep_freed_memory()
-    report = Report(name="allocation", columns=("dim", "damage of", "bits a value", "searched"))
+    torch.sparse.check_sparse_tensor_invariants.disable()  # the default, without its warning
+    report = Report(
+        name="allocation",
+        columns=("dim", "price", "bits a value: full", "increment", "rms of logits"),
+    )
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         _speeds(report, values=1 << 14 if smoke else 1 << 18, rounds=3 if smoke else 41)
     finally:
         torch.set_num_threads(threads)
-    report.figures["bits_vs_searched"] = max(_errors(report, dim, smoke) for dim in (16, 64))
+    figures: dict[str, list[float]] = {key: [] for key in KEYS[len(_SPEEDS) :]}
+    for dim in (16, 64):
+        batches, tests = (4, 2) if smoke else (None, None)
+        task = retail(dim=dim, batches=batches, tests=tests, rows=1 << (10 if smoke else 18))
+        learned = task.learn(0)
+        figures["bits_vs_searched"].append(_errors(report, learned, dim))
+        full, increment = _deviations(report, task, learned, dim)
+        figures["rms_vs_uniform_full"].append(full)
+        figures["rms_vs_uniform_increment"].append(increment)
+    report.figures |= {key: max(values) for key, values in figures.items()}
     return report
 
 
 def _speeds(report: Report, values: int, rounds: int) -> None:
-    worst: dict[str, list[Spread]] = {"gb_per_s_all_widths": [], "gb_per_s": []}
+    worst: dict[str, list[Spread]] = {key: [] for key in _SPEEDS}
     for dim in _DIMS:
         torch.manual_seed(dim)
         rows = 0.05 * torch.randn(values // dim, dim)
@@ -62,6 +97,7 @@ def _speeds(report: Report, values: int, rounds: int) -> None:
             rounds,
             partial(allocate, rows, equal, 1e-12),
             partial(allocate, rows, spread, 1e-4),
+            partial(_store, rows, spread, 1e-4),
         )
         for key, times in zip(worst, seconds, strict=True):
             report.timed(f"{key}, dim {dim}", times)
@@ -70,15 +106,25 @@ def _speeds(report: Report, values: int, rounds: int) -> None:
         report.put(key, min(spreads))
 
 
+def _store(rows: Tensor, importance: Tensor, price: float) -> None:
+    """Choose widths and quantize, as the agent does."""
+    widths = allocate(rows, importance, price)
+    for width in WIDTHS:
+        ids = torch.nonzero(widths == width).flatten()
+        chosen = torch.empty(len(ids), rows.shape[1])
+        row_gather.gather(rows, ids, chosen)
+        quantize_packed(chosen, width, half_parameters=True)
+
+
 def _gate(rows: Tensor, importance: Tensor, price: float) -> None:
     expected = reference.allocate(rows, importance, price)
     if not torch.equal(allocate(rows, importance, price), expected):
         raise RuntimeError(f"rows of {rows.shape[1]} values: not the widths of the reference")
 
 
-def _errors(report: Report, dim: int, smoke: bool) -> float:
-    """Add a table row for each damage; return the largest ratio of bits."""
-    rows, importance = _trained(dim, smoke)
+def _errors(report: Report, learned: Learned, dim: int) -> float:
+    """Add a note for each damage; return the largest ratio of bits."""
+    rows, importance = _trained(learned)
     plain, bits = _costs(rows, searched=False)
     stored, _ = _costs(rows, searched=True)
     by_plain, by_stored = (_curve(importance, errors, stored, bits) for errors in (plain, stored))
@@ -88,16 +134,17 @@ def _errors(report: Report, dim: int, smoke: bool) -> float:
         chosen_bits, searched_bits = (
             _bits_at(curve, damage) / dim for curve in (by_plain, by_stored)
         )
-        report.rows.append((dim, f"{width} bits", chosen_bits, searched_bits))
+        report.notes.append(
+            f"dim {dim}, at the damage of {width} bits for all rows: {chosen_bits:.3f} bits a value"
+            f" with parameters, {searched_bits:.3f} if the search tried each width"
+        )
         ratios.append(chosen_bits / searched_bits)
     return max(ratios)
 
 
-def _trained(dim: int, smoke: bool) -> tuple[Tensor, Tensor]:
-    """Return rows of the purchases' model that were trained, and their importances in F64."""
-    batches, tests = (4, 2) if smoke else (None, None)
-    task = retail(dim=dim, batches=batches, tests=tests, rows=1 << (10 if smoke else 18))
-    model, optimizers = task.learn(0)
+def _trained(learned: Learned) -> tuple[Tensor, Tensor]:
+    """Return rows of a model that were trained, and their importances in F64."""
+    model, optimizers = learned
     rows: list[Tensor] = []
     importances: list[Tensor] = []
     for table in model.tables.values():
@@ -141,3 +188,71 @@ def _curve(
 def _bits_at(curve: list[tuple[float, float]], damage: float) -> float:
     points: Any = np.array(sorted(point for point in curve if point[0] > 0.0))
     return float(np.interp(np.log(damage), np.log(points[:, 0]), points[:, 1]))
+
+
+def _deviations(report: Report, task: Task, learned: Learned, dim: int) -> tuple[float, float]:
+    """Add a table row for each width and price; return the largest ratios of deviations.
+
+    The first ratio is at equal bits of all rows, the second at equal bits of an increment's rows.
+    """
+    model, optimizers = learned
+    tables = list(model.tables.values())
+    weights = [table.weight.detach().clone() for table in tables]
+    sums: list[Tensor] = [optimizers[0].state[t.weight]["sum"].mean(dim=1) for t in tables]
+    ids = torch.cat([batch.sparse for batch in task.batches(0)[-_INCREMENT_BATCHES:]])
+    decoded = {
+        width: [restored_rows(weight, width, "auto", seed=0) for weight in weights]
+        for width in WIDTHS
+    }
+    logits_before = _logits(task, model)
+
+    def measure(name: str, widths: list[Tensor]) -> tuple[float, float, float]:
+        with torch.no_grad():
+            for number, (table, of_table) in enumerate(zip(tables, widths, strict=True)):
+                for width in WIDTHS:
+                    chosen = of_table == width
+                    table.weight[chosen] = decoded[width][number][chosen]
+                exact = of_table == EXACT
+                table.weight[exact] = weights[number][exact]
+        rms = float((_logits(task, model) - logits_before).square().mean().sqrt())
+        bits = [torch.where(w == EXACT, 32, w).double() for w in widths]
+        in_increment = [b[ids[:, number].unique()] for number, b in enumerate(bits)]
+        means = float(torch.cat(bits).mean()), float(torch.cat(in_increment).mean())
+        report.rows.append((dim, name, *means, rms))
+        return *means, rms
+
+    prices = torch.logspace(-11, -15, 13, dtype=torch.float64) * len(task.batches(0))
+    points: Any = np.array(
+        [
+            measure(
+                f"{price:.1e}",
+                [allocate(w, s, price) for w, s in zip(weights, sums, strict=True)],
+            )
+            for price in prices.tolist()
+        ]
+    )
+    ratios: list[tuple[float, float]] = []
+    for width in _UNIFORM:
+        all_of_width = [torch.full((len(w),), width, dtype=torch.uint8) for w in weights]
+        *_, rms = measure(f"{width} bits for all", all_of_width)
+        at_full, at_increment = (
+            float(np.exp(np.interp(width, points[:, column], np.log(points[:, 2])))) / rms
+            for column in (0, 1)
+        )
+        ratios.append((at_full, at_increment))
+    for table, weight in zip(tables, weights, strict=True):
+        table.weight.data.copy_(weight)
+    return max(full for full, _ in ratios), max(increment for _, increment in ratios)
+
+
+def _logits(task: Task, model: Any) -> Tensor:
+    """Return the logits of the test set: F64 [samples]."""
+    with torch.no_grad():
+        parts = [
+            model(
+                task.test.dense[first : first + _SAMPLES_AT_ONCE],
+                task.test.sparse[first : first + _SAMPLES_AT_ONCE],
+            )
+            for first in range(0, len(task.test.label), _SAMPLES_AT_ONCE)
+        ]
+    return torch.cat(parts).double()

@@ -65,9 +65,9 @@ class Task:
         seed: int,
         *,
         restores: Collection[int] = (),
-        restore: Callable[[Any, int], None] = lambda model, step: None,
+        restore: Callable[[Learned, int], None] = lambda learned, step: None,
     ) -> Learned:
-        """Train one pass; call `restore` on the model before each batch in `restores`.
+        """Train one pass; call `restore` on model and optimizers before each batch in `restores`.
 
         Random numbers do not depend on restores, so two runs of a seed differ only by the restores.
         """
@@ -81,7 +81,7 @@ class Task:
         ]
         for step, batch in enumerate(self.batches(seed)):
             if step in restores:
-                restore(model, step)
+                restore(Learned(model, optimizers), step)
             logits = model(batch.dense, batch.sparse)
             loss = F.binary_cross_entropy_with_logits(logits, batch.label)
             for optimizer in optimizers:

@@ -31,6 +31,9 @@ from recpoint.lookahead.owned_rows import OwnedRows
 from recpoint.trainer_plugin.batches.count import BatchCount
 from recpoint.trainer_plugin.batches.signs import TrainingSigns
 from recpoint.trainer_plugin.integrations import RateSchedule, take_apart
+from recpoint.trainer_plugin.loss.meter import LossMeter
+from recpoint.trainer_plugin.loss.suitability import meter_of
+from recpoint.trainer_plugin.loss_setting import LossFigures
 from recpoint.trainer_plugin.named_tables import NamedTables
 from recpoint.trainer_plugin.pipeline.coming_rows import ComingRows
 from recpoint.trainer_plugin.ranks.agreement import Replicas, agree_on_settings
@@ -107,6 +110,7 @@ class Assembly:
         records: estimates the records of coming checkpoints.
         replicas: checks the state that is equal on all ranks.
         cache: has the rows of cached tables; None: no table is cached.
+        loss: measures the loss that rounding costs; None: nobody asked for that.
         coming: knows the rows of coming batches; None: the reader does not look ahead, or tables
             are in a cache: their rows are copied after the cut, not before it.
         fulls_window: how many batches before its cut a full is copied; 0: it is copied in the
@@ -128,6 +132,7 @@ class Assembly:
     records: RecordBound
     replicas: Replicas
     cache: Cache | None
+    loss: LossMeter | None
     coming: ComingRows | None
     fulls_window: int | None
 
@@ -179,6 +184,11 @@ class Assembly:
         if self.replicas.stored_elsewhere:
             self.memory.measure()  # less than before: other ranks store a part
         self.area.room.refuse_if_small(self.memory.agree(), jobs=jobs)
+
+    @property
+    def loss_figures(self) -> LossFigures | None:
+        """What rounding costs in loss; None: nobody asked for that."""
+        return None if self.loss is None else self.loss.figures
 
     @property
     def cache_stats(self) -> CacheStats | None:
@@ -433,6 +443,10 @@ def assemble(
             copies=[shard.copy.parameter_name for shard in shards if shard.copy is not None],
         )
         state.refuse_unwritable()
+        loss = meter_of(
+            settings.precision, trained.module, shards, trained.sources, state.optimizers
+        )
+        state.loss = loss
         trackers = {
             shard.key: _tracker_of(shard.table, cache)
             for shard in shards
@@ -452,6 +466,7 @@ def assemble(
             settings=settings,
             rank=ranks.rank,
             cache=cache,
+            prices=loss,
         )
         directory = settings.staging.directory
         area = StagingArea(
@@ -505,6 +520,7 @@ def assemble(
         records=RecordBound(ranks, cutter),
         replicas=replicas,
         cache=cache,
+        loss=loss,
         coming=coming,
         fulls_window=settings.options.copy_fulls_ahead if can_copy_fulls else 0,
     )

@@ -22,6 +22,7 @@ from recpoint.errors import (
 from recpoint.trainer_plugin.assembly import assemble, look_at
 from recpoint.trainer_plugin.batches.loop import Bound
 from recpoint.trainer_plugin.batches.pipelined import Pipelined
+from recpoint.trainer_plugin.loss_setting import Loss
 from recpoint.trainer_plugin.observation import Observation
 from recpoint.trainer_plugin.policy import Policy, PolicyName, as_policy
 from recpoint.trainer_plugin.ranks.ranks import Ranks
@@ -85,7 +86,7 @@ class Checkpointer:
         interval_seconds: seconds between checkpoints, rounded to a whole batch; "auto": computed
             from the measured cost of a checkpoint and how often the job fails.
         bits: how rows are stored: "lossless"; 8, 6, 5, 4, 3 or 2 bits a value; "auto": as few bits
-            as the expected number of restores allows; or a `Precision`.
+            as the expected restores allow; a `Loss`: as few as it allows; or a `Precision`.
         policy: what a checkpoint holds: a policy such as `Consecutive(full_every=16)`, `OneShot`,
             `Intermittent` or `Continuous`, or the name of a policy, with its defaults.
         failures: how often the job is expected to fail, for settings that are "auto"; None:
@@ -123,7 +124,7 @@ class Checkpointer:
         extras: Mapping[str, Stateful] | None = None,
         interval_batches: int | None = None,
         interval_seconds: float | Literal["auto"] | None = None,
-        bits: Precision | Bits = "lossless",
+        bits: Precision | Bits | Loss = "lossless",
         policy: Policy | PolicyName = "consecutive",
         failures: ExpectedFailures | None = None,
         staging: Staging | str | Path | None = None,
@@ -436,9 +437,9 @@ class Checkpointer:
     def stats(self) -> Stats:
         """Return counts and timings of this process's checkpoints so far."""
         self._training.learn_outcomes()
-        generation = self._training.generation
+        generation, parts = self._training.generation, self._parts
         statistics = Statistics() if generation is None else generation.pipeline.statistics
-        return statistics.read(self.batches_done, self._parts.cache_stats)
+        return statistics.read(self.batches_done, parts.cache_stats, parts.loss_figures)
 
     def observe(self) -> Observation:
         """Read the state of checkpointing. Unlike all else here, any thread may call it.

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from recpoint.errors import SettingsError
 from recpoint.installation import install_command
 from recpoint.trainer_plugin.checkpointer import Checkpointer
+from recpoint.trainer_plugin.loss_setting import Loss
 from recpoint.trainer_plugin.policy import Policy, PolicyName
 from recpoint.trainer_plugin.setting_checks import instance_of
 from recpoint.trainer_plugin.settings import (
@@ -30,6 +31,7 @@ from recpoint.trainer_plugin.settings import (
     Precision,
     Staging,
     Timeouts,
+    as_precision,
 )
 from recpoint.trainer_plugin.state.lookahead import Lookahead
 from recpoint.trainer_plugin.state.reader import ResumableLoader, Stateful
@@ -69,7 +71,7 @@ class CheckpointerArguments(TypedDict, total=False):
     extras: Mapping[str, Stateful] | None
     interval_batches: int | None
     interval_seconds: float | Literal["auto"] | None
-    bits: Precision | Bits
+    bits: Precision | Bits | Loss
     policy: Policy | PolicyName
     failures: ExpectedFailures | None
     staging: Staging | str | Path | None
@@ -147,6 +149,13 @@ class LightningCallback(Callback):
                 )
         bound = self.__signature__.bind(restore=restore, **arguments)
         bound.apply_defaults()
+        if as_precision(bound.arguments["bits"]).by_loss is not None:
+            raise SettingsError(
+                "recpoint.LightningCallback(bits=Loss(...))",
+                found="a loss, which is measured before each batch in a loop over batches()",
+                expected="a number of bits: the loop is Lightning's",
+                next_step="pass bits=8, or train in a loop of your own with Checkpointer",
+            )
         self._restore = {} if restore is None else dict(restore)
         self._extras = dict(bound.arguments["extras"] or {})
         self._options = instance_of("options", bound.arguments["options"], Options)

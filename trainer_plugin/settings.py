@@ -21,6 +21,7 @@ from recpoint.embeddings.home.initial import Initial, Uniform
 from recpoint.errors import SettingsError
 from recpoint.format.history import ChosenPrecision
 from recpoint.format.job import QUANTIZERS, QuantizerName
+from recpoint.trainer_plugin.loss_setting import Loss
 from recpoint.trainer_plugin.policy import Policy
 from recpoint.trainer_plugin.setting_checks import (
     checked_choice,
@@ -209,8 +210,9 @@ class Precision:
     Attributes:
         bits: bits of each value, for all tables that `tables` does not name: "lossless", 8, 6, 5,
             4, 3 or 2; "auto": as few as the expected number of restores allows (see
-            `recpoint.ExpectedFailures`).
-        tables: table name -> bits of its rows, as in `bits`.
+            `recpoint.ExpectedFailures`); a `recpoint.Loss`: as few for each row as a loss allows.
+        tables: table name -> bits of its rows, as in `bits`, and no `Loss`. With a `Loss` in
+            `bits`: "lossless" or 8.
         small_table_values: a table with at most this many values is stored exactly, whatever `bits`
             says, unless `tables` names it. The default of 16,384 values takes 64 KiB as float32:
             fewer bits would save next to nothing, and most samples often share these rows. 0: no
@@ -245,7 +247,7 @@ class Precision:
         SettingsError: a value is not allowed; the message names the field.
     """
 
-    bits: Bits = "lossless"
+    bits: Bits | Loss = "lossless"
     tables: Mapping[str, Bits] = field(default_factory=dict)
     small_table_values: int = 1 << 14
     quantizer: QuantizerName = "auto"
@@ -260,7 +262,7 @@ class Precision:
         most = _MOST_ROWS
         keep(
             self,
-            bits=checked_choice("Precision.bits", self.bits, BIT_WIDTHS),
+            bits=_checked_bits("Precision.bits", self.bits),
             tables={  # a copy, so that a later change by the caller cannot bypass the check
                 table: checked_choice(f"Precision.tables[{table!r}]", bits, BIT_WIDTHS)
                 for table, bits in self.tables.items()
@@ -276,18 +278,45 @@ class Precision:
         if self.residual and {self.bits, *self.tables.values()} == {"lossless"}:
             expected = "False, or fewer bits: rows that are stored exactly have no residuals"
             raise refused_setting("Precision.residual", self.residual, expected)
+        if self.by_loss is not None:
+            self._check_by_loss()
+
+    @property
+    def by_loss(self) -> Loss | None:
+        """The loss that gives each row its width; None: none does."""
+        return self.bits if isinstance(self.bits, Loss) else None
+
+    def _check_by_loss(self) -> None:
+        for table, bits in self.tables.items():
+            if bits not in ("lossless", 8):
+                expected = '"lossless" or 8 with bits=Loss(...)'
+                raise refused_setting(f"Precision.tables[{table!r}]", bits, expected)
+        if self.quantizer not in ("auto", "asymmetric"):
+            expected = '"auto" or "asymmetric" with bits=Loss(...)'
+            raise refused_setting("Precision.quantizer", self.quantizer, expected)
+        if self.residual:
+            expected = "False with bits=Loss(...), which measures rows and not residuals"
+            raise refused_setting("Precision.residual", self.residual, expected)
+        if self.place == "device":
+            expected = '"auto" or "host" with bits=Loss(...), whose widths the agent chooses'
+            raise refused_setting("Precision.place", self.place, expected)
 
 
-def as_precision(bits: Precision | Bits) -> Precision:
+def as_precision(bits: Precision | Bits | Loss) -> Precision:
     """Return the precision itself, or a precision of the given width with all other defaults.
 
     Raises:
-        SettingsError: `bits` is neither a precision nor a width.
+        SettingsError: `bits` is neither a precision, a width nor a loss.
     """
     if isinstance(bits, Precision):
         return bits
-    otherwise = ", or a recpoint.Precision"
-    return Precision(bits=checked_choice("bits", bits, BIT_WIDTHS, otherwise=otherwise))
+    return Precision(bits=_checked_bits("bits", bits, otherwise=", a recpoint.Precision"))
+
+
+def _checked_bits(setting: str, bits: Any, *, otherwise: str = "") -> Bits | Loss:
+    if isinstance(bits, Loss):
+        return bits
+    return checked_choice(setting, bits, BIT_WIDTHS, otherwise=f"{otherwise}, or a recpoint.Loss")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -528,6 +557,9 @@ class Settings:
             instance_of("failures", self.failures, ExpectedFailures)
         instance_of("timeouts", self.timeouts, Timeouts)
         instance_of("options", self.options, Options)
+        if self.precision.by_loss is not None and self.options.in_flight:
+            expected = "0 or None with bits=Loss(...), which measures a batch before it is trained"
+            raise refused_setting("Options.in_flight", self.options.in_flight, expected)
 
     @property
     def common(self) -> dict[str, Any]:
@@ -556,6 +588,9 @@ class Settings:
             SettingsError: one of them does not.
         """
         staging, timeouts = self.staging, self.timeouts
+        if count > 1 and self.precision.by_loss is not None:
+            expected = f"a number of bits with {count} ranks: a loss is measured in one process"
+            raise refused_setting("Precision.bits", "Loss(...)", expected)
         if count > 1 and staging.when_busy == "cancel":
             expected = f'"skip" or "wait" with {count} ranks'
             raise refused_setting("Staging.when_busy", staging.when_busy, expected)

@@ -11,6 +11,7 @@ spool, which may be in memory.
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
 from collections.abc import Iterator
@@ -51,6 +52,9 @@ __all__ = [
 #: Version of the results that steps leave for each other, and of how a job is divided into groups.
 #: If it differs, a job that another release began is started over.
 _FORM: Final = 3
+
+#: Reading a row by itself costs as much as reading these bytes and leaving them out.
+_SKIPPED_BYTES: Final = 16 << 10
 
 
 @contextmanager
@@ -219,21 +223,46 @@ def digest_parts(parts: tuple[Part, ...], *, start: bytes) -> int:
         StagingError: slot or spool cannot be read.
     """
     value: int = crc32c.crc32c(start)
-    for part in parts:
-        for piece in pieces(part):
-            value = crc32c.crc32c(piece, value)
+    for piece in pieces(*parts):
+        value = crc32c.crc32c(piece, value)
     return value
 
 
-def pieces(part: Part) -> Iterator[memoryview]:
-    """Yield a part's bytes, whole rows at a time; each piece is valid until the next one.
+def pieces(*parts: Part) -> Iterator[memoryview]:
+    """Yield the bytes of parts, whole rows at a time; each piece is valid until the next one.
 
     Raises:
         StagingError: slot or spool cannot be read.
     """
-    if isinstance(part, Extent):
-        yield from read_pieces(part)
-        return
+    for is_extent, consecutive in itertools.groupby(parts, lambda part: isinstance(part, Extent)):
+        if is_extent:
+            yield from read_pieces(*(part for part in consecutive if isinstance(part, Extent)))
+            continue
+        for part in consecutive:
+            assert isinstance(part, ChosenRows)
+            if part.whole.length > part.rows * _SKIPPED_BYTES:
+                yield from _few_rows(part)
+            else:
+                yield from _many_rows(part)
+
+
+def _few_rows(part: ChosenRows) -> Iterator[memoryview]:
+    """Yield chosen rows that lie far apart: reads nothing in between."""
+    path, offset, length = part.whole
+    positions = np.flatnonzero(_unpacked(_read(part.bits), length // part.row_bytes))
+    rows_each = max(1, PIECE_BYTES // part.row_bytes)
+    for first in range(0, len(positions), rows_each):
+        chosen = positions[first : first + rows_each].tolist()
+        piece = memoryview(bytearray(len(chosen) * part.row_bytes))
+        read_into(
+            piece,
+            *(Extent(path, offset + row * part.row_bytes, part.row_bytes) for row in chosen),
+        )
+        yield piece
+
+
+def _many_rows(part: ChosenRows) -> Iterator[memoryview]:
+    """Yield chosen rows out of all rows, which are read."""
     path, offset, length = part.whole
     count, bits = length // part.row_bytes, _read(part.bits)
     rows_each = max(8, PIECE_BYTES // part.row_bytes // 8 * 8)

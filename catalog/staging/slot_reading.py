@@ -103,18 +103,20 @@ def read_into(view: memoryview, *extents: Extent) -> None:
             done += extent.length
 
 
-def read_pieces(extent: Extent) -> Iterator[memoryview]:
-    """Yield an extent's bytes in pieces of at most 1 MiB; each is valid until the next.
+def read_pieces(*extents: Extent) -> Iterator[memoryview]:
+    """Yield the extents' bytes in pieces of at most 1 MiB; each is valid until the next.
 
     Raises:
         StagingError: as `read_into`.
     """
-    buffer = memoryview(bytearray(min(PIECE_BYTES, extent.length)))
+    longest = max((extent.length for extent in extents), default=0)
+    buffer = memoryview(bytearray(min(PIECE_BYTES, longest)))
     with _reading() as files:
-        for done in range(0, extent.length, PIECE_BYTES):
-            piece = buffer[: min(PIECE_BYTES, extent.length - done)]
-            files.read(extent.path, extent.offset + done, piece)
-            yield piece
+        for extent in extents:
+            for done in range(0, extent.length, PIECE_BYTES):
+                piece = buffer[: min(PIECE_BYTES, extent.length - done)]
+                files.read(extent.path, extent.offset + done, piece)
+                yield piece
 
 
 def area_of(path: Path) -> Path:

@@ -32,7 +32,7 @@ from recpoint.embeddings.parity.peers import OutOfStep
 from recpoint.embeddings.parity.replacement import LedServer, LedState, Replacement
 from recpoint.errors import ClusterLost, HomeError
 
-__all__ = ["Leader", "Loss"]
+__all__ = ["Leader", "LostTimes"]
 
 _LOG: Final = logging.getLogger("recpoint")
 #: How often the leader looks whether all servers live, and how far recoveries are.
@@ -44,7 +44,7 @@ _TELL_SECONDS: Final = 10.0
 _MOST_CUTS: Final = 2
 
 
-class Loss(NamedTuple):
+class LostTimes(NamedTuple):
     """When a server was lost, and had all its rows again (None: not yet); in ms since the epoch."""
 
     lost_ms: int
@@ -77,7 +77,7 @@ class Leader:
         self._replacement = Replacement(self._servers)
         self.has_given_up = False
         self.missing_rows: Mapping[int, int] = {}  # replaced, never changed: other threads read it
-        self.losses: Mapping[int, Loss] = {}  # the same
+        self.losses: Mapping[int, LostTimes] = {}  # the same
         self._cuts: Counter[frozenset[int]] = Counter()  # see `_cut_off`
         self._greeting = ThreadPoolExecutor(
             max(1, len(self._servers) - 1), thread_name_prefix="recpoint-greet"
@@ -202,7 +202,7 @@ class Leader:
         self._lost_at[number] = time.monotonic()
         loss = self.losses.get(number)
         if loss is None or loss.whole_ms is not None:
-            self.losses = {**self.losses, number: Loss(now_ms(), None)}
+            self.losses = {**self.losses, number: LostTimes(now_ms(), None)}
 
     def _cut_off(self) -> int | None:
         """Return a server that lives, and that another one that lives does not reach.

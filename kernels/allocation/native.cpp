@@ -1,5 +1,4 @@
 // Chooses a width for each row, with a row in each lane. See this folder's README.
-#include "../quantize/ends.h"
 #include "../quantize/lane_halves.h"
 
 namespace recpoint::RECPOINT_SET {
@@ -23,41 +22,25 @@ struct Prices {
 
 static_assert(sizeof(Prices) == 104);
 
-// LANES rows. All flags are -1 if set, else 0.
+// LANES rows.
 struct RowsInLanes {
     int64_t dim;
     Floats* values;  // [dim]
-    Floats low;
-    Floats high;
-    Floats span;
-    Floats per_span;     // 0 if the row has no error at any width
-    Floats half_offset;  // the low end as a value of binary16
-    Words is_finite;
-    Words is_constant;
-    Words is_wide_constant;
+    LaneEnds ends;
+    Floats per_span;  // 0 if the row has no error at any width
 };
 
 // Finds what does not depend on the width.
 void look_at(RowsInLanes& lanes) {
-    Words low = 0x7FFFFFFF - Words{};
-    Words high = ~low;
+    EndsOfRows keys = {0x7FFFFFFF - Words{}, -0x7FFFFFFF - 1 - Words{}};
     for (int64_t k = 0; k < lanes.dim; ++k) {
-        const Words keys = keys_of(bits_of(lanes.values[k]));
-        low = smaller(low, keys);
-        high = larger(high, keys);
+        const Words own_keys = keys_of(bits_of(lanes.values[k]));
+        keys.low = smaller(keys.low, own_keys);
+        keys.high = larger(keys.high, own_keys);
     }
-    lanes.low = float_of(keys_of(low));
-    lanes.high = float_of(keys_of(high));
-    lanes.span = lanes.high - lanes.low;
-    lanes.half_offset = half_below(lanes.low);
-    lanes.is_finite = (low > MINUS_INFINITY_KEY) & (high < INFINITY_KEY);
-    // Compares keys, not numbers, as `parameters_of_row` does and for its reasons.
-    lanes.is_constant = (low == high) & (low != MINUS_ZERO_KEY);
-    const Words is_normal = (low >= SMALLEST_KEY) | (low < -SMALLEST_KEY);
-    const Words is_half = (lanes.half_offset == lanes.low) &
-                          (magnitude(lanes.low) <= LARGEST_HALF) & is_normal;
-    lanes.is_wide_constant = ~(is_half | (low == 0));
-    lanes.per_span = lanes.span >= SMALLEST_SPAN ? 1.0f / lanes.span : Floats{};
+    lanes.ends = lane_ends(keys);
+    const Floats span = lanes.ends.span;
+    lanes.per_span = span >= SMALLEST_SPAN ? 1.0f / span : Floats{};
 }
 
 // What a width does to the row in each lane.
@@ -69,14 +52,10 @@ struct Stored {
 
 // Finds the error of the codes with asymmetric parameters, of binary16 if the row is not wide.
 void store_at(const RowsInLanes& lanes, float levels, Stored& stored) {
-    const Floats scale = lanes.span / levels;
-    const Words is_spread = (lanes.span >= TINY * levels) & (lanes.span <= LARGE);
-    const Floats half_scale = half_above((lanes.high - lanes.half_offset) / levels);
-    const Words fits = (half_scale <= scale * WIDEST_STEP) & (half_scale <= LARGEST_HALF) &
-                       (magnitude(lanes.half_offset) <= LARGEST_HALF);
-    const Floats step = is_spread ? (fits ? half_scale : scale) : Floats{};
-    const Floats offset = fits ? lanes.half_offset : lanes.low;
-    const Floats inverse = is_spread ? 1.0f / step : Floats{};
+    const LaneParameters parameters = lane_parameters(lanes.ends, levels);
+    const Floats step = parameters.scale;
+    const Floats offset = parameters.offset;
+    const Floats inverse = step > 0.0f ? 1.0f / step : Floats{};
     const Floats top = spread(levels);
     Floats total = spread(BIAS);
     for (int64_t k = 0; k < lanes.dim; ++k) {
@@ -88,8 +67,8 @@ void store_at(const RowsInLanes& lanes, float levels, Stored& stored) {
         total += share * share;
     }
     store(stored.total, total);
-    store(stored.is_possible, lanes.is_finite & (lanes.is_constant | is_spread));
-    store(stored.is_wide, lanes.is_constant ? lanes.is_wide_constant : ~fits);
+    store(stored.is_possible, parameters.is_stored);
+    store(stored.is_wide, parameters.is_wide);
 }
 
 // What is compared of the row in each lane, in binary64.
@@ -113,7 +92,7 @@ bool is_decided(const Choice& choice, double least_cost) {
 
 void choose(const RowsInLanes& lanes, const Prices& prices, Choice& choice) {
     for (int lane = 0; lane < LANES; ++lane) {
-        choice.span[lane] = static_cast<double>(lanes.span[lane]);
+        choice.span[lane] = static_cast<double>(lanes.ends.span[lane]);
         choice.best[lane] = __builtin_inf();
         choice.width[lane] = EXACT;
     }

@@ -1,8 +1,7 @@
-// Rounds to values of binary16 as `binary16.h` does, in all lanes at once.
+// Parameters of binary16 as `plain.h` chooses them, with a row in each lane.
 #pragma once
 
-#include "binary16.h"
-#include "lanes.h"
+#include "ends.h"
 
 namespace recpoint::RECPOINT_SET {
 
@@ -31,5 +30,65 @@ inline Floats half_below(Floats value) {
 }
 
 inline Floats half_above(Floats value) { return half_from_zero(value); }
+
+// What the parameters of LANES rows have in common at all widths. All flags are -1 if set, else 0.
+struct LaneEnds {
+    Floats low;
+    Floats high;
+    Floats span;
+    Floats half_offset;  // the low end as a value of binary16
+    Words is_finite;
+    Words is_constant;
+    Words is_wide_constant;
+};
+
+inline LaneEnds lane_ends(EndsOfRows keys) {
+    LaneEnds ends;
+    ends.low = float_of(keys_of(keys.low));
+    ends.high = float_of(keys_of(keys.high));
+    ends.span = ends.high - ends.low;
+    ends.half_offset = half_below(ends.low);
+    ends.is_finite = (keys.low > MINUS_INFINITY_KEY) & (keys.high < INFINITY_KEY);
+    // Compares keys, not numbers, as `parameters_of_row` does and for its reasons.
+    ends.is_constant = (keys.low == keys.high) & (keys.low != MINUS_ZERO_KEY);
+    const Words is_normal = (keys.low >= SMALLEST_KEY) | (keys.low < -SMALLEST_KEY);
+    const Words is_half =
+        (ends.half_offset == ends.low) & (magnitude(ends.low) <= LARGEST_HALF) & is_normal;
+    ends.is_wide_constant = ~(is_half | (keys.low == 0));
+    return ends;
+}
+
+// The asymmetric parameters of LANES rows at a width, of binary16 if the row is not wide.
+struct LaneParameters {
+    Floats scale;  // 0 if the row has no codes other than 0
+    Floats offset;
+    Words is_stored;  // not exact
+    Words is_wide;    // means nothing if the row is exact
+};
+
+inline LaneParameters lane_parameters(const LaneEnds& ends, float levels) {
+    const Floats scale = ends.span / levels;
+    const Words is_spread = (ends.span >= TINY * levels) & (ends.span <= LARGE);
+    const Floats half_scale = half_above((ends.high - ends.half_offset) / levels);
+    const Words fits = (half_scale <= scale * WIDEST_STEP) & (half_scale <= LARGEST_HALF) &
+                       (magnitude(ends.half_offset) <= LARGEST_HALF);
+    return {
+        is_spread ? (fits ? half_scale : scale) : Floats{},
+        fits & is_spread ? ends.half_offset : ends.low,
+        ends.is_finite & (ends.is_constant | is_spread),
+        ends.is_constant ? ends.is_wide_constant : ~fits,
+    };
+}
+
+// Stores the results of `parameters_of_row` for LANES rows, with parameters of binary16.
+inline void store_half_parameters(
+    EndsOfRows keys, float levels, float* scales, float* offsets, uint8_t* exact, uint8_t* wide
+) {
+    const LaneParameters found = lane_parameters(lane_ends(keys), levels);
+    store(scales, found.is_stored ? found.scale : Floats{});
+    store(offsets, found.is_stored ? found.offset : Floats{});
+    store(exact, __builtin_convertvector(found.is_stored + 1, Bytes));
+    store(wide, __builtin_convertvector(-(found.is_stored & found.is_wide), Bytes));
+}
 
 }  // namespace recpoint::RECPOINT_SET

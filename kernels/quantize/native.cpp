@@ -1,5 +1,5 @@
 #include "code.h"
-#include "ends.h"
+#include "lane_halves.h"
 #include "search.h"
 
 namespace recpoint::RECPOINT_SET {
@@ -112,9 +112,10 @@ void quantize_part(const Given& given, int64_t start, int64_t stop, uint8_t* scr
     const float levels = given.levels();
     for (int64_t first = start; first < stop; first += ROWS) {
         const int64_t n = least(ROWS, stop - first);
-        if (n == ROWS && !given.is_symmetric && !given.in_half) {
+        if (n == ROWS && !given.is_symmetric) {
+            const auto store_all = given.in_half ? store_half_parameters : store_parameters;
             for (int64_t at = first; at < first + ROWS; at += LANES) {
-                store_parameters(
+                store_all(
                     ends_of_rows<DIM>(given.rows + at * dim, dim), levels, given.scale + at,
                     given.offset + at, given.exact + at, given.wide + at
                 );

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from recpoint.trainer_plugin.checkpointer import Checkpointer
     from recpoint.trainer_plugin.grow import grow
     from recpoint.trainer_plugin.lightning import LightningCallback
+    from recpoint.trainer_plugin.loss_setting import Loss
     from recpoint.trainer_plugin.policy import Consecutive, Continuous, Intermittent, OneShot
     from recpoint.trainer_plugin.restore.parts import Seed
     from recpoint.trainer_plugin.settings import (
@@ -41,6 +42,7 @@ __all__ = [
     "Intermittent",
     "LightningCallback",
     "Lookahead",
+    "Loss",
     "OneShot",
     "Options",
     "Parity",
@@ -71,6 +73,7 @@ _HOMES = {
     "Intermittent": "recpoint.trainer_plugin.policy",
     "LightningCallback": "recpoint.trainer_plugin.lightning",
     "Lookahead": "recpoint.trainer_plugin.state.lookahead",
+    "Loss": "recpoint.trainer_plugin.loss_setting",
     "OneShot": "recpoint.trainer_plugin.policy",
     "Options": "recpoint.trainer_plugin.settings",
     "Parity": "recpoint.embeddings.parity.stripes",

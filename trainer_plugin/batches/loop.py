@@ -7,7 +7,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sized
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from recpoint.errors import RankLost, ServerLost, SettingsError
 from recpoint.interrupts import came_from_handler
@@ -17,7 +17,7 @@ from recpoint.trainer_plugin.setting_checks import checked_whole
 from recpoint.trainer_plugin.state.reader import Passes, tell_epoch
 from recpoint.trainer_plugin.state.training_state import TrainingState
 
-__all__ = ["Bound", "Loop"]
+__all__ = ["Bound", "LooksAtBatches", "Loop"]
 
 B = TypeVar("B")
 
@@ -67,6 +67,20 @@ class Bound:
         return batches_done >= self.total
 
 
+class LooksAtBatches(Protocol):
+    """Looks at batches before they are trained; `loss.meter.LossMeter` does."""
+
+    def look(self, batch: Any) -> None:
+        """Look at the batch that is trained next; the model is not changed by it."""
+
+    def refuse(self, call: str) -> None:
+        """Refuse a call by which batches are trained that nobody looks at.
+
+        Raises:
+            SettingsError: always.
+        """
+
+
 class Loop:
     """Iterates the reader until the bound of a training; each Checkpointer has one.
 
@@ -84,6 +98,7 @@ class Loop:
         act: called after batches were counted: takes a checkpoint if one is due and may be cut.
         rewind: called when the reader raises that an embedding server is lost, or that another
             rank has found this. Either it brings everything back to a checkpoint, or it raises.
+        before: looks at each batch before it is trained; None: nobody does.
 
     Attributes:
         is_waiting: whether training is working on a batch that the loop yielded.
@@ -100,6 +115,7 @@ class Loop:
         note_done: Callable[[], None],
         act: Callable[[], None],
         rewind: Callable[[ServerLost | RankLost], None],
+        before: LooksAtBatches | None = None,
     ) -> None:
         self._state = state
         self._count = count
@@ -109,6 +125,7 @@ class Loop:
         self._note_done = note_done
         self._act = act
         self._rewind = rewind
+        self._before = before
         self._source: object = None
         self._pass: Iterator[Any] | None = None
         self._batches: weakref.ref[Generator[Any, None, None]] | None = None
@@ -125,8 +142,11 @@ class Loop:
         """Refuse a call of `step` in a loop, which counts its batches itself.
 
         Raises:
-            SettingsError: training is working on a batch that the loop yielded.
+            SettingsError: training is working on a batch that the loop yielded; or somebody must
+                look at each batch before it is trained.
         """
+        if self._before is not None:
+            self._before.refuse("step()")
         if self.is_waiting:
             raise SettingsError(
                 "step()",
@@ -197,8 +217,11 @@ class Loop:
         """Return the train pipeline, so that each call of its `progress` counts one batch.
 
         Raises:
-            SettingsError: the pipeline, or the reader with it, cannot be checkpointed.
+            SettingsError: the pipeline, or the reader with it, cannot be checkpointed; or somebody
+                must look at each batch before it is trained.
         """
+        if self._before is not None:
+            self._before.refuse("pipelined()")
         self._count.drive(pipeline)
         return Pipelined(pipeline, self._finish_batches, self._progressed)
 
@@ -278,6 +301,10 @@ class Loop:
             if batch is _END:
                 self._end_pass(bound)
                 continue
+            if self._before is not None:
+                if self._count.reads_ahead or self._taken:
+                    self._before.refuse("batches()")
+                self._before.look(batch)
             passes_done, batches = self._passes
             self._passes = Passes(passes_done, batches + 1)
             self._taken.append(self._passes)

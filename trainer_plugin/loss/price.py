@@ -72,6 +72,7 @@ class PriceSearch:
     Args:
         increase: the bound: the most by which rounding may raise the loss, as a share of the loss.
         first_price: returns the price to try first once 8 bits hold.
+        may_raise: whether a price above that on trial would save anything.
 
     Attributes:
         price: the price in use; None: all rows get 8 bits, or are stored exactly.
@@ -80,9 +81,16 @@ class PriceSearch:
         measured: batches measured so far, for all prices.
     """
 
-    def __init__(self, increase: float, first_price: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        increase: float,
+        first_price: Callable[[], float],
+        *,
+        may_raise: Callable[[], bool] = lambda: True,
+    ) -> None:
         self._increase = increase
         self._first_price = first_price
+        self._may_raise = may_raise
         self.price: float | None = None
         self.is_lossless = False
         self.trial_price: float | None = None
@@ -94,6 +102,11 @@ class PriceSearch:
     def pairs(self) -> int:
         """Batches measured for the price on trial."""
         return self._trial.even.pairs
+
+    @property
+    def ratio(self) -> float | None:
+        """The even part of the cost as measured so far; None: nothing is."""
+        return self._trial.even.ratio
 
     @property
     def even(self) -> RatioBounds:
@@ -142,7 +155,7 @@ class PriceSearch:
         ratio = self._increase / even.high if even.high > 0 else math.inf
         doublings = min(math.floor(math.log2(min(ratio, 2.0**_MOST_DOUBLINGS))), _MOST_DOUBLINGS)
         higher = _in_range(self.price * 2.0**doublings)
-        if higher > self.price:
+        if higher > self.price and self._may_raise():
             self._try(higher)
         elif self.pairs >= MOST_PAIRS:
             self._try(self.price)

@@ -147,7 +147,7 @@ class RecordedIds:
     def unique(self, table: int) -> Tensor:
         """Return the ids that were looked up in a table: int64, ascending, each once."""
         ids = self._ids[table]
-        return torch.cat(ids).unique() if ids else torch.empty(0, dtype=torch.int64)
+        return torch.cat(ids).unique() if ids else torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 class ReplacedRows:

@@ -18,6 +18,7 @@ from recpoint.embeddings.tables.marks import Dirty, Tracker
 from recpoint.format.history import ChosenPrecision
 from recpoint.format.manifest import Kind
 from recpoint.format.records import CheckpointRef
+from recpoint.trainer_plugin.loss_setting import LossFigures
 from recpoint.trainer_plugin.policy import BaseHistory, ChainLink, Tip, breaks_chain
 from recpoint.trainer_plugin.schedule.schedule import Interval
 
@@ -243,6 +244,7 @@ class Stats:
             no checkpoint yet, or rows cannot be copied before, or `Options.copy_fulls_ahead` is 0
             and there is no `Lookahead`.
         cache: what the cache of the model's tables has done; None: no table is in a cache.
+        loss: with `bits=Loss(...)`: what rounding costs in loss, and the price of a bit.
     """
 
     staged: int
@@ -261,6 +263,7 @@ class Stats:
     interval: Interval | None
     copied: CopiedRows | None
     cache: CacheStats | None
+    loss: LossFigures | None = None
 
 
 class Statistics:
@@ -393,8 +396,13 @@ class Statistics:
         """Age of the newest committed checkpoint, or of training if there is none."""
         return time.monotonic() - self._safe_seconds
 
-    def read(self, batches_done: int, cache: CacheStats | None = None) -> Stats:
-        """Return the counters as they are now, with those of a cache."""
+    def read(
+        self,
+        batches_done: int,
+        cache: CacheStats | None = None,
+        loss: LossFigures | None = None,
+    ) -> Stats:
+        """Return the counters as they are now, with those of a cache and figures of a loss."""
         return Stats(
             staged=self.staged,
             committed=self.committed,
@@ -412,6 +420,7 @@ class Statistics:
             interval=self.interval,
             copied=self.copied,
             cache=cache,
+            loss=loss,
         )
 
 

@@ -26,6 +26,7 @@ from recpoint.errors import FormatError, ObjectNotFound, RecpointError, Settings
 from recpoint.format.dtypes import item_bytes
 from recpoint.format.history import MAX_COUNT, ChosenPrecision, History, RuleBits
 from recpoint.format.records import GenerationRecord
+from recpoint.trainer_plugin.loss_setting import Loss
 from recpoint.trainer_plugin.schedule import schedule
 from recpoint.trainer_plugin.schedule.ledger import Statistics
 from recpoint.trainer_plugin.schedule.schedule import Interval
@@ -44,6 +45,7 @@ __all__ = [
     "bits_for",
     "decide",
     "in_bits",
+    "keys_by_loss",
     "left_behind",
     "past_of",
     "table_widths",
@@ -300,22 +302,39 @@ def table_widths(
                 expected="a table whose rows change",
                 next_step="remove it from Precision.tables: it is stored exactly, in fulls only",
             )
-    widths = {}
-    for table in tables:
-        own_width = precision.tables.get(table.name)
-        # Size of the whole table, so that all its pieces have one width, however it is cut.
-        dim = table.dim if table.columns is None else table.columns.of
-        if own_width is None:
-            small = table.table_rows * dim <= precision.small_table_values
-            own_width = "lossless" if small else precision.bits
-        widths[table.key] = _width(table, own_width)
-    return widths
+    return {table.key: _width(table, _own_bits(table, precision)) for table in tables}
 
 
-def _width(table: Table, bits: Bits) -> Width:
+def keys_by_loss(tables: Sequence[Table], precision: Precision) -> frozenset[str]:
+    """Return the keys of the tables whose rows get widths by a loss.
+
+    Args:
+        tables: the tables that this process stores.
+        precision: the user's setting.
+    """
+    return frozenset(
+        table.key
+        for table in tables
+        if table.changes and isinstance(_own_bits(table, precision), Loss)
+    )
+
+
+def _own_bits(table: Table, precision: Precision) -> Bits | Loss:
+    own_bits = precision.tables.get(table.name)
+    if own_bits is not None:
+        return own_bits
+    # Size of the whole table, so that all its pieces have one width, however it is cut.
+    dim = table.dim if table.columns is None else table.columns.of
+    small = table.table_rows * dim <= precision.small_table_values
+    return "lossless" if small else precision.bits
+
+
+def _width(table: Table, bits: Bits | Loss) -> Width:
     # A frozen table is stored exactly: it is stored seldom, and training cannot correct a rounding.
     if bits == "lossless" or not table.changes:
         return 8 * item_bytes(table.dtype)
+    if isinstance(bits, Loss):
+        return _WIDEST  # until a price of a bit is known
     return None if bits == "auto" else bits
 
 

@@ -47,7 +47,7 @@ from recpoint.trainer_plugin.snapshot.plan import (
     place_tables,
 )
 from recpoint.trainer_plugin.snapshot.seal import Snapshot
-from recpoint.trainer_plugin.snapshot.table_parts import TableParts
+from recpoint.trainer_plugin.snapshot.table_parts import PricesBits, TableParts
 from recpoint.trainer_plugin.snapshot.unmarked_rows import UnmarkedRows
 from recpoint.trainer_plugin.snapshot.warm_up import compile_kernels
 from recpoint.trainer_plugin.snapshot.window import Window
@@ -101,6 +101,7 @@ class Cutter:
         settings: how rows and row states are stored, and how long a chain may be.
         rank: rank of this process.
         cache: has the rows of cached tables; None: no table is cached.
+        prices: gives rows their widths; None: all rows of a table have one width.
 
     Attributes:
         cache: the cache at the cut.
@@ -123,12 +124,13 @@ class Cutter:
         settings: Settings,
         rank: int = 0,
         cache: Cache | None = None,
+        prices: PricesBits | None = None,
     ) -> None:
         self._trackers = trackers
         self._watch = watch
         self._state = state
         self.cache = CacheAtCut(cache, at_servers=settings.staging.at_servers)
-        self.parts = TableParts(shards, settings, self.cache, rank)
+        self.parts = TableParts(shards, settings, self.cache, rank, prices)
         self._policy = settings.policy
         self._sampler = Sampler()
         self._live = LiveTables(shards, state.optimizers)

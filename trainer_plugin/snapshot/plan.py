@@ -15,7 +15,7 @@ from torch import Tensor
 from recpoint.catalog.staging.slot import Placed, place_behind
 from recpoint.format.dtypes import Dtype, array_bytes, dtype_name, item_bytes
 from recpoint.format.history import History
-from recpoint.format.job import QuantizerName, StagedTable
+from recpoint.format.job import Allocation, QuantizerName, StagedTable
 from recpoint.format.manifest import ChosenMethod, StateBits, TableSpec
 from recpoint.format.records import CheckpointRef
 from recpoint.kernels import dirty_bitmap, dirty_rows
@@ -141,6 +141,7 @@ class CutTable:
         in_cache: name of the table in its cache, which has the rows; None: `values` has them.
         at_servers: embedding servers stage the rows; the slot has none of them.
         residual: whether the agent stores the rows as residuals (format §3.7).
+        allocation: how the agent chooses a width for each row; None: all rows have `bits`.
     """
 
     spec: TableSpec
@@ -158,6 +159,7 @@ class CutTable:
     in_cache: str | None = None
     at_servers: bool = False
     residual: bool = False
+    allocation: Allocation | None = None
 
     @property
     def may_be_residual(self) -> bool:
@@ -186,6 +188,7 @@ class CutTable:
             method=self.method,
             codes=self.codes is not None,
             residual=True if self.residual else None,
+            allocation=self.allocation,
         )
 
     @property

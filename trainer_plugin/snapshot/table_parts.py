@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Protocol
 
 from recpoint.embeddings.tables.marks import Dirty
 from recpoint.format.dtypes import item_bytes
 from recpoint.format.history import RULE_BITS, ChosenPrecision
+from recpoint.format.job import Allocation
 from recpoint.format.manifest import CODE_BITS, Quantizer
 from recpoint.kernels import dirty_bitmap
 from recpoint.kernels.bit_packing.widths import packed_width
@@ -21,7 +23,17 @@ from recpoint.trainer_plugin.snapshot.codes import RowsToCode, TableQuantizer
 from recpoint.trainer_plugin.snapshot.live_tables import LiveTable
 from recpoint.trainer_plugin.snapshot.plan import CutTable
 
-__all__ = ["TableParts"]
+__all__ = ["PricesBits", "TableParts"]
+
+
+class PricesBits(Protocol):
+    """Says how the agent gives widths to the rows of tables; `loss.meter.LossMeter` does."""
+
+    def allocation(self, live: LiveTable) -> Allocation | None:
+        """Return how the rows of a table get widths; None: all get the same."""
+
+    def is_exact(self, live: LiveTable) -> bool:
+        """Whether the rows of a table are stored exactly, whatever its width is."""
 
 
 class TableParts:
@@ -32,6 +44,7 @@ class TableParts:
         settings: how rows and row states are stored.
         cache: says which tables embedding servers stage.
         rank: rank of this process.
+        prices: gives rows their widths; None: all rows of a table have one width.
 
     Attributes:
         rule: whether the width of any table is chosen anew for each cut.
@@ -42,12 +55,18 @@ class TableParts:
     """
 
     def __init__(
-        self, shards: Sequence[StoredShard], settings: Settings, cache: CacheAtCut, rank: int
+        self,
+        shards: Sequence[StoredShard],
+        settings: Settings,
+        cache: CacheAtCut,
+        rank: int,
+        prices: PricesBits | None = None,
     ) -> None:
         self._shards = tuple(shards)
         self._precision = settings.precision
         self._cache = cache
         self._rank = rank
+        self._prices = prices
         self._widths = table_widths(
             [shard.table for shard in shards if shard.table is not None],
             settings.precision,
@@ -85,10 +104,12 @@ class TableParts:
             precision: decision of the rule; None: there is none.
         """
         width: int = 8 * item_bytes(live.spec.dtype)
-        if live.table is not None:
+        prices, allocation = self._prices, None
+        if live.table is not None and not (prices is not None and prices.is_exact(live)):
             chosen = in_bits(self._widths[live.key], precision)
             # Exact means the width of the present dtype: `model.half()` may have changed it.
             width = chosen if chosen in CODE_BITS else width
+            allocation = None if prices is None else prices.allocation(live)
         in_cache = None if live.table is None else live.table.name_in_cache
         return CutTable(
             spec=live.spec,
@@ -102,6 +123,7 @@ class TableParts:
             state_bits=None if self._precision.state == "lossless" else self._precision.state,
             in_cache=in_cache,
             at_servers=in_cache in self._cache.staged_at_home,
+            allocation=allocation,
         )
 
     def whole(self, live: LiveTable, precision: ChosenPrecision | None = None) -> CutTable:

@@ -63,6 +63,7 @@ class TrainingState:
     Attributes:
         not_given: warns of state that the Checkpointer was not given.
         passes: passes over the reader; None: nobody counts them.
+        loss: what is known of the loss that rounding costs; None: it is not measured.
 
     Raises:
         SettingsError: an object has no `state_dict` and `load_state_dict`, or is a loader that
@@ -103,6 +104,7 @@ class TrainingState:
             model, optimizers, self._schedulers, reader=reader, extras=self._extras
         )
         self.passes: Passes | None = None
+        self.loss: Stateful | None = None
         for subject, state_object in self._given():
             if not isinstance(state_object, Stateful):
                 raise SettingsError(
@@ -172,6 +174,8 @@ class TrainingState:
         }
         if self.passes is not None:
             tree["passes"] = self.passes._asdict()
+        if self.loss is not None:
+            tree["loss"] = self.loss.state_dict()
         return without_pieces(tree, self._stored_elsewhere) if self._stored_elsewhere else tree
 
     def forms(self) -> dict[str, str]:
@@ -356,6 +360,8 @@ class TrainingState:
             extra.load_state_dict(_like(extra.state_dict(), saved["extras"][name]))
         passes = saved.get("passes")
         self.passes = None if passes is None else Passes(passes["done"], passes["batches"])
+        if self.loss is not None and saved.get("loss") is not None:
+            self.loss.load_state_dict(saved["loss"])
         ahead = was_ahead(saved["reader"]) and not isinstance(self._reader, Lookahead)
         if self._reader is not None:
             if self.passes is not None:

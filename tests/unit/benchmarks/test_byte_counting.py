@@ -20,7 +20,7 @@ from recpoint.catalog.persist import plan as persist_plan
 from recpoint.catalog.persist.persist import persist_job
 from recpoint.catalog.staging.job_files import read_job
 from recpoint.format.job import Job
-from recpoint.format.manifest import Manifest
+from recpoint.format.manifest import Manifest, StateBits
 from recpoint.format.naming import ManifestName
 from recpoint.kernels.bit_packing import BITS
 from recpoint.trainer_plugin.policy import Policy
@@ -76,9 +76,14 @@ def rows_of_all_forms() -> torch.Tensor:
 
 
 @pytest.mark.parametrize("bits", [*BITS, None])
-def test_what_is_counted_is_what_an_agent_stores(tmp_path: Path, bits: int | None) -> None:
+@pytest.mark.parametrize(("state_bits", "state_bytes"), [(16, 2 * 12), (8, 12 + 2)])
+def test_what_is_counted_is_what_an_agent_stores(
+    tmp_path: Path, bits: int | None, state_bits: StateBits, state_bytes: int
+) -> None:
     values = rows_of_all_forms()
-    table = Table("t", values, (torch.rand(400), torch.rand(400, 12)), bits=bits, state_bits=16)
+    states = (torch.rand(400), torch.rand(400, 12))
+    moments = (1,) if state_bits == 8 else None
+    table = Table("t", values, states, bits=bits, state_bits=state_bits, second_moments=moments)
     other = Table("u", torch.randn(30, 4))
     ids = torch.nonzero(torch.arange(400) % 3 != 0).flatten()
     form = np.zeros(400, np.uint8) if bits is None else form_of(values, bits)
@@ -89,7 +94,7 @@ def test_what_is_counted_is_what_an_agent_stores(tmp_path: Path, bits: int | Non
     check(job, manifest, rows, [form, np.zeros(30, np.uint8)])
     parts = stored_parts(job, manifest, rows, [form, np.zeros(30, np.uint8)])
     assert parts.total() - parts["manifest"] == manifest.stored_bytes
-    assert parts["row state"] == len(ids) * (4 + 2 * 12)
+    assert parts["row state"] == len(ids) * (4 + state_bytes)
 
 
 def test_a_count_of_other_rows_is_refused(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from recpoint.catalog.persist import plan
+from recpoint.catalog.persist import plan, spool
 from recpoint.catalog.persist.encode import encoded_entries
 from recpoint.catalog.persist.persist import PersistJob, persist_job
 from recpoint.catalog.persist.spool import empty_spool, result_path
@@ -24,6 +24,7 @@ from recpoint.format.job import Allocation
 from recpoint.format.manifest import ChunkEntry
 from tests.catalog_builder import Table, new_run
 from tests.job_builder import stage
+from tests.mixed_table import a_chunk_for_each_width
 
 _ROWS = 60_000
 _MIXED = Allocation(price=(2.0**-20).hex(), state=0, scale=(0.5).hex())
@@ -94,12 +95,25 @@ def test_rows_of_many_widths_fill_a_group_and_take_no_more_of_the_spool(
 ) -> None:
     monkeypatch.setattr(plan, "CHUNK_BYTES", 100_000)
     monkeypatch.setattr(plan, "GROUP_SPOOL_BYTES", 350_000)
+    a_chunk_for_each_width(monkeypatch)
     job = _job(run, tmp_path, 8, dirty=True, rounded=rounded, mixed=True)
     entries, blocks, spooled = _encoded(job)
     assert max(spooled) <= 350_000 and len(spooled) > 2 and max(blocks) <= 2
     of_rows = [entry for entry in entries if entry.scheme is not None]
     assert len({entry.bits for entry in of_rows}) > 4
     assert len(of_rows) < 16 * len(spooled) and max(entry.bytes for entry in of_rows) < 102_000
+
+
+@pytest.mark.parametrize("skipped_bytes", [0, 1 << 40])
+def test_rows_far_apart_are_read_one_by_one_and_are_the_same(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, skipped_bytes: int
+) -> None:
+    job = _job(run, tmp_path, 8, dirty=True, rounded=True, mixed=True)
+    whole, _, _ = _encoded(job)
+    empty_spool(PersistJob.open(job).staged)
+    monkeypatch.setattr(spool, "_SKIPPED_BYTES", skipped_bytes)
+    monkeypatch.setattr(spool, "PIECE_BYTES", 5_000)
+    assert _encoded(job)[0] == whole
 
 
 def test_what_another_release_has_left_is_done_again(run: Run, tmp_path: Path) -> None:

@@ -89,6 +89,15 @@ def test_any_number_of_threads_gives_the_bytes_of_the_reference(
         assert torch.equal(left, right)
     codes = quantize.quantize(rows, bits).codes
     assert torch.equal(bit_packing.pack(codes, bits), found.packed)
+    halves = rows.clone()
+    halves[20], halves[21], halves[22], halves[23] = 0.1, 0.25, 1e30, -0.0
+    halves[30:50] = 0.05 * halves[30:50] / halves[30:50].abs().amax(dim=1, keepdim=True) + 1.0
+    for left, right in zip(
+        reference.quantize_packed(halves, bits, half_parameters=True),
+        quantize.quantize_packed(halves, bits, half_parameters=True),
+        strict=True,
+    ):
+        assert torch.equal(left, right)
     decoded = quantize.dequantize_packed(*found[:3], dim=dim, bits=bits)
     again = reference.dequantize_packed(*found[:3], dim=dim, bits=bits)
     assert torch.equal(decoded, again)

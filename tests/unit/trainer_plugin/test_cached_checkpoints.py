@@ -17,6 +17,7 @@ from recpoint.embeddings.cache.lookup_hooks import cache_of
 from recpoint.embeddings.home.contract import Home
 from recpoint.embeddings.home.memory import MemoryHome
 from recpoint.errors import HomeError, IncompatibleModel, SettingsError
+from recpoint.kernels import moments
 from tests.cached_training import (
     ITEMS,
     USERS,
@@ -150,6 +151,20 @@ def test_what_a_cache_stored_restores_into_a_plain_model(
         uninterrupted = Both(name, None)
         uninterrupted.train(None, 32)
         plain.same_as(uninterrupted)
+
+
+def test_second_moments_of_a_cache_are_stored_in_eight_bits(place: Place) -> None:
+    first = Both("adagrad", SMALL)
+    with checkpointing(first, place, state=8) as ckpt:
+        first.train(ckpt, 32)
+    plain, uninterrupted = Both("adagrad", None), Both("adagrad", None)
+    with checkpointing(plain, place, state=8):
+        restored = [plain.optimizers[0].state[w]["sum"].clone() for w in _tables(plain.model)]
+    uninterrupted.train(None, 32)
+    for found, weight in zip(restored, _tables(uninterrupted.model), strict=True):
+        trained = uninterrupted.optimizers[0].state[weight]["sum"]
+        codes, grids, _ = moments.encode(trained)
+        assert torch.equal(found, moments.decode(codes, grids)) and not torch.equal(found, trained)
 
 
 @pytest.mark.parametrize(("before", "name"), combinations([None, SMALL], list(OPTIMIZERS)))

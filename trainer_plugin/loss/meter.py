@@ -1,0 +1,321 @@
+"""Measures batches while training goes on, and gives each cut the price that was shown to hold."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from recpoint.errors import SettingsError
+from recpoint.format.job import Allocation
+from recpoint.interrupts import came_from_handler
+from recpoint.kernels.allocation import WIDTHS
+from recpoint.trainer_plugin.loss.measure import RoundedTable, measure
+from recpoint.trainer_plugin.loss.price import PriceSearch
+from recpoint.trainer_plugin.loss.rounded_rows import RoundedRows, rounded_rows
+from recpoint.trainer_plugin.loss_setting import Loss, LossFigures
+from recpoint.trainer_plugin.snapshot.live_tables import LiveTable
+from recpoint.trainer_plugin.state.second_moments import SecondMoment, SecondMoments
+
+__all__ = ["LossMeter"]
+
+_log = logging.getLogger("recpoint")
+
+#: Rows of each table by which the cost of a price is predicted.
+_SAMPLE_ROWS: Final = 2048
+#: The first price is predicted to cost at most this share of the bound.
+_FIRST_SHARE: Final = 0.5
+#: The cost of the first price is at most so many times that of 8 bits.
+_MOST_TIMES: Final = 1024.0
+_EXPONENTS: Final = range(-120, 60)
+
+
+class _Prediction(NamedTuple):
+    """What a sample of rows says about a price.
+
+    Attributes:
+        damage: importance times squared error, of all rows.
+        widths: bits -> share of the rows; 0 bits: kept exactly.
+    """
+
+    damage: float
+    widths: Mapping[int, float]
+
+    @property
+    def is_narrowest(self) -> bool:
+        """Whether no row could have fewer bits."""
+        return set(self.widths) <= {min(WIDTHS)}
+
+
+class LossMeter:
+    """Measures what rounding costs in loss, and finds the price of a bit.
+
+    Args:
+        setting: the bound, and whose loss it is.
+        model: the model that `setting.of` is called with.
+        live: returns the tables as they are now.
+        priced: keys of the tables whose rows get widths by the price.
+        wide: keys of the other tables whose rows get 8 bits.
+        moments: finds the second moments of tables.
+        clock: seconds that only grow.
+
+    Attributes:
+        batches_done: returns the batches that the run has trained, for optimizers that do not count
+            their steps.
+    """
+
+    def __init__(
+        self,
+        setting: Loss,
+        model: nn.Module,
+        *,
+        live: Callable[[], Sequence[LiveTable]],
+        priced: frozenset[str],
+        wide: frozenset[str],
+        moments: SecondMoments,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._setting = setting
+        self._model = model
+        self._live = live
+        self._priced = priced
+        self._rounded = priced | wide
+        self._moments = moments
+        self._clock = clock
+        self._search = PriceSearch(setting.increase, self._first_price, may_raise=self._may_raise)
+        self._prediction: _Prediction | None = None
+        self._predicted_price: float | None = None
+        self._factor: float | None = None  # measured cost for each predicted one
+        self._mean_loss: float | None = None
+        self._began: float | None = None  # clock at the first batch of this process
+        self._spent_seconds = self._last_seconds = 0.0
+        self._error: str | None = None
+        self.batches_done: Callable[[], int] = lambda: 0
+
+    def refuse(self, call: str) -> None:
+        """Refuse a call by which batches are trained without `look`.
+
+        Raises:
+            SettingsError: always.
+        """
+        raise SettingsError(
+            f"Checkpointer(bits=Loss(...)): {call}",
+            found="a loop in which no batch can be measured before it is trained",
+            expected="a plain loop over batches(), which trains each batch before it takes the "
+            "next one",
+            next_step="loop over checkpoints.batches(...), or pass bits=8",
+        )
+
+    def look(self, batch: Any) -> None:
+        """Measure a batch that is about to be trained, if its time is within the share.
+
+        Raises:
+            SettingsError: at the first batch: it cannot be measured.
+            Exception: at the first batch: `Loss.of` raised it.
+        """
+        if self._error is not None:
+            return
+        now = self._clock()
+        is_first = self._began is None
+        if self._began is None:
+            self._began = now
+        budget = self._setting.share * (now - self._began)
+        if not is_first and self._spent_seconds + self._last_seconds > budget:
+            return
+        try:
+            self._measure(batch)
+        except Exception as error:
+            if is_first or came_from_handler(error):
+                raise
+            self._error = f"{type(error).__name__}: {error}"
+            _log.warning(
+                "what rounding costs in loss is measured no more, and rows get 8 bits from now "
+                "on: %s",
+                self._error,
+            )
+        finally:
+            self._last_seconds = self._clock() - now
+            self._spent_seconds += self._last_seconds
+
+    def allocation(self, live: LiveTable) -> Allocation | None:
+        """Return how the agent gives widths to the rows of a table; None: 8 bits for all.
+
+        Args:
+            live: the table, in a cut.
+        """
+        price = self._search.price
+        if price is None or self._error is not None or live.key not in self._priced:
+            return None
+        moment = self._moment(live)
+        if moment is None:
+            return None
+        return Allocation(
+            price=price.hex(),
+            state=moment.state,
+            scale=moment.scale.hex(),
+            initial=moment.initial.hex() if moment.initial > 0 else None,
+        )
+
+    def is_exact(self, live: LiveTable) -> bool:
+        """Whether the rows of a table are stored exactly, because 8 bits cost too much."""
+        return self._search.is_lossless and self._error is None and live.key in self._priced
+
+    @property
+    def figures(self) -> LossFigures:
+        """What is known now."""
+        search, prediction, mean_loss = self._search, self._prediction, self._mean_loss
+        elapsed = 0.0 if self._began is None else self._clock() - self._began
+        predicted = None
+        if prediction is not None and mean_loss is not None and self._factor is not None:
+            predicted = self._factor * prediction.damage / mean_loss
+        return LossFigures(
+            increase=self._setting.increase,
+            price=None if self._error is not None else search.price,
+            is_lossless=search.is_lossless and self._error is None,
+            shown=search.in_use,
+            trial_price=search.trial_price,
+            trial_even=search.even,
+            trial_odd=search.odd,
+            trial_batches=search.pairs,
+            predicted=predicted,
+            widths={} if prediction is None else dict(prediction.widths),
+            batches=search.measured,
+            measured_share=self._spent_seconds / elapsed if elapsed > 0 else 0.0,
+            error=self._error,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a restart needs to go on."""
+        return {"search": self._search.state_dict(), "factor": self._factor}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` returned."""
+        self._search.load_state_dict(state["search"])
+        factor = state["factor"]
+        self._factor = None if factor is None else float(factor)
+        self._prediction = self._predicted_price = self._mean_loss = None
+
+    def _measure(self, batch: Any) -> None:
+        search = self._search
+        price, trial = search.price, search.trial_price
+        lives = [live for live in self._live() if live.key in self._rounded and len(live.held)]
+        pair = measure(
+            self._model,
+            batch,
+            self._setting.of,
+            [
+                RoundedTable(
+                    name=live.spec.name,
+                    weight=live.weight,
+                    decoded=partial(self._decoded, live, self._moment(live), trial),
+                )
+                for live in lives
+            ],
+        )
+        if not math.isfinite(pair.loss):
+            return  # says nothing about rounding
+        self._mean_loss = pair.loss if self._mean_loss is None else self._mean_loss
+        self._mean_loss += 0.05 * (pair.loss - self._mean_loss)
+        if not self._is_predicted(trial):
+            self._predict(trial)
+        if math.isfinite(pair.even) and math.isfinite(pair.odd):
+            search.add(pair)
+            self._calibrate()
+        else:
+            search.fail()
+        if search.price != price:
+            self._tell()
+
+    def _decoded(
+        self, live: LiveTable, moment: SecondMoment | None, price: float | None, ids: Tensor
+    ) -> Tensor:
+        own_price = price if live.key in self._priced else None
+        return rounded_rows(live, ids, moment, own_price).values
+
+    def _moment(self, live: LiveTable) -> SecondMoment | None:
+        if live.table is None or live.key not in self._priced:
+            return None
+        return self._moments.of(live.table, live.spec, max(self.batches_done(), 1))
+
+    def _first_price(self) -> float:
+        """Return the highest power of two that is predicted to cost a part of the bound.
+
+        Importances are right up to one factor for all rows. What 8 bits cost at most, as shown,
+        bounds the factor.
+        """
+        most = self._search.even.high
+        times = _MOST_TIMES
+        if most > 0:
+            times = min(_FIRST_SHARE * self._setting.increase / most, times)
+        bound = times * self._predicted(None).damage
+        low_exponent, high_exponent = _EXPONENTS[0], _EXPONENTS[-1]
+        while low_exponent < high_exponent:  # the cost grows with the price
+            middle = (low_exponent + high_exponent + 1) // 2
+            predicted = self._predicted(2.0**middle)
+            if predicted.damage <= bound and not predicted.is_narrowest:
+                low_exponent = middle
+            else:
+                high_exponent = middle - 1
+        return 2.0**low_exponent
+
+    def _may_raise(self) -> bool:
+        """Whether a higher price than that on trial would save bits."""
+        return self._prediction is None or not self._prediction.is_narrowest
+
+    def _calibrate(self) -> None:
+        """Learn what is measured for each predicted cost, if that can be told from nothing."""
+        search, prediction, ratio = self._search, self._prediction, self._search.ratio
+        if prediction is None or self._predicted_price != search.trial_price:
+            return
+        if search.even.low > 0 and ratio is not None and prediction.damage > 0 and self._mean_loss:
+            self._factor = ratio * self._mean_loss / prediction.damage
+
+    def _is_predicted(self, price: float | None) -> bool:
+        """Whether the prediction is of this price, and of second moments that are known."""
+        prediction = self._prediction
+        return prediction is not None and prediction.damage > 0 and self._predicted_price == price
+
+    def _predict(self, price: float | None) -> None:
+        self._prediction, self._predicted_price = self._predicted(price), price
+
+    def _predicted(self, price: float | None) -> _Prediction:
+        damage = 0.0
+        rows_of_width: Counter[int] = Counter()
+        for live in self._live():
+            rows = len(live.held)
+            if live.key not in self._priced or not rows:
+                continue
+            count = min(rows, _SAMPLE_ROWS)
+            ids = torch.arange(count, device="cpu") * rows // count
+            rounded: RoundedRows = rounded_rows(live, ids, self._moment(live), price)
+            if rounded.damage is not None:
+                damage += float(rounded.damage.sum()) * rows / count
+            for width, number in zip(
+                *(part.tolist() for part in rounded.widths.unique(return_counts=True)), strict=True
+            ):
+                rows_of_width[width] += number * rows // count
+        total = sum(rows_of_width.values())
+        shares = {width: number / total for width, number in sorted(rows_of_width.items())}
+        return _Prediction(damage, shares)
+
+    def _tell(self) -> None:
+        search = self._search
+        if search.is_lossless:
+            _log.warning("bits=Loss: 8 bits cost too much loss, so rows are stored exactly")
+        elif search.price is None:
+            _log.info("bits=Loss: rows get 8 bits until a price is shown to hold")
+        elif search.in_use is not None:
+            _log.info(
+                "bits=Loss: a bit may cost %.3g: rounding costs at most %.3g of the loss, as %d "
+                "batches have shown",
+                search.price,
+                search.in_use.high,
+                search.measured,
+            )
