@@ -196,6 +196,7 @@ def _deviations(report: Report, task: Task, learned: Learned, dim: int) -> tuple
     The first ratio is at equal bits of all rows, the second at equal bits of an increment's rows.
     """
     model, optimizers = learned
+    model.eval()  # without dropout, logits depend on the rows alone
     tables = list(model.tables.values())
     weights = [table.weight.detach().clone() for table in tables]
     sums: list[Tensor] = [optimizers[0].state[t.weight]["sum"].mean(dim=1) for t in tables]
@@ -205,6 +206,8 @@ def _deviations(report: Report, task: Task, learned: Learned, dim: int) -> tuple
         for width in WIDTHS
     }
     logits_before = _logits(task, model)
+    if not torch.equal(_logits(task, model), logits_before):
+        raise RuntimeError(f"dim {dim}: equal rows gave other logits")
 
     def measure(name: str, widths: list[Tensor]) -> tuple[float, float, float]:
         with torch.no_grad():
