@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ from recpoint.format.records import CheckpointRef
 from recpoint.kernels import dirty_bitmap
 from recpoint.serving.coded_lookups import CodedBag, CodedEmbedding, coded_lookups
 from recpoint.serving.collisions import CodedRowsWithIds, ServedCollisions
-from recpoint.serving.tables import CodedTable, FloatTable, ServedTable
+from recpoint.serving.tables import CodedTable, FloatTable, ServedTable, coded_bytes
 
 __all__ = ["ALL", "Bitmaps", "Copies", "Loading", "Version"]
 
@@ -473,11 +474,22 @@ class Loading:
         return current if fits and current is not None else FloatTable.empty(table)
 
     def _bits(self, table: int) -> int:
-        """Return the widest codes of a table's chunks; 0 unless most rows are quantized."""
-        chunks = [e for link in self._chain.manifests for e in link.chunks if e.table == table]
-        coded = [entry for entry in chunks if entry.scheme == "asymmetric"]
-        rows, coded_rows = (sum(e.row_count or 0 for e in entries) for entries in (chunks, coded))
-        return max((e.bits or 0 for e in coded), default=0) if 2 * coded_rows > rows else 0
+        """Return the width of codes that keeps a table in the least memory, wider rows beside it.
+
+        0 unless most rows are quantized.
+        """
+        rows_of_bits: Counter[int] = Counter()
+        rows = 0
+        for link in self._chain.manifests:
+            for entry in link.chunks:
+                if entry.table == table:
+                    rows += entry.row_count or 0
+                    if entry.scheme == "asymmetric" and entry.bits:
+                        rows_of_bits[entry.bits] += entry.row_count or 0
+        if 2 * rows_of_bits.total() <= rows:
+            return 0
+        dim = self._chain.manifests[-1].tables[table].dim
+        return min(rows_of_bits, key=lambda bits: (coded_bytes(rows_of_bits, dim, bits), bits))
 
 
 class Copies:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
 import torch
@@ -14,12 +15,18 @@ from recpoint.catalog.restore.target import mark_rows
 from recpoint.embeddings.tables.tables import refuse_ids_outside
 from recpoint.errors import IncompatibleModel
 from recpoint.format.dtypes import torch_dtype
+from recpoint.format.manifest import CODE_BITS
 from recpoint.kernels import bit_packing, quantize, row_gather
+from recpoint.serving.rows_beside import RowsBeside
 
-__all__ = ["CodedTable", "FloatTable", "ServedTable"]
+__all__ = ["CodedTable", "FloatTable", "ServedTable", "coded_bytes"]
 
 #: Bytes copied or converted at once when that needs temporary memory.
 _PASS_BYTES: Final = 8 << 20
+#: Bits of the codes that are kept beside narrower ones.
+_WIDEST: Final = max(CODE_BITS)
+#: Bytes of such a row's id and parameters.
+_BESIDE_BYTES: Final = 16
 
 
 class FloatTable:
@@ -89,8 +96,9 @@ class FloatTable:
 class CodedTable:
     """Holds a table as it is stored: packed codes with scale and offset, decoded when looked up.
 
-    All codes have as many bits as the widest row's; widening a narrower row changes no code. Rows
-    that are stored exactly are kept beside the codes, with scale NaN, which no stored row has.
+    Most codes have `bits` bits; widening a narrower row changes no code. Wider rows are kept beside
+    them in 8 bits, with scale infinity, and exact rows with scale NaN; no stored row has either. If
+    the wider rows would take less memory among the others, all rows get 8 bits.
 
     Args:
         table: the table of a checkpoint.
@@ -107,10 +115,10 @@ class CodedTable:
         self._scale = torch.zeros(table.rows, dtype=torch.float32, device="cpu")
         self._offset = torch.zeros(table.rows, dtype=torch.float32, device="cpu")
         self._dtype = torch_dtype(table.dtype)
-        # Replaced, never written to, because two copies of a table share these tensors.
-        self._exact_ids = torch.empty(0, dtype=torch.int64, device="cpu")
-        self._exact = torch.empty(0, table.dim, dtype=self._dtype, device="cpu")
-        self._new: list[tuple[Tensor, Tensor]] = []
+        self._exact = RowsBeside(torch.empty(0, table.dim, dtype=self._dtype, device="cpu"))
+        one_value = torch.empty(0, dtype=torch.float32, device="cpu")
+        codes = torch.empty(0, table.dim, dtype=torch.uint8, device="cpu")
+        self._wider = RowsBeside(codes, one_value, one_value)
 
     @property
     def rows(self) -> int:
@@ -135,7 +143,7 @@ class CodedTable:
     def nbytes(self) -> int:
         """Memory of the table, in bytes."""
         coded = self._codes.nbytes + self._scale.nbytes + self._offset.nbytes
-        return coded + self._exact_ids.nbytes + self._exact.nbytes
+        return coded + self._exact.nbytes + self._wider.nbytes
 
     def fits(self, table: LogicalTable) -> bool:
         """Whether this can hold the rows of a checkpoint's table."""
@@ -160,7 +168,8 @@ class CodedTable:
                 next_step="restart the serving process",
             )
         self.changed = changed
-        self._new.clear()
+        self._exact.drop_added()
+        self._wider.drop_added()
         return self
 
     def take(self, stored: StoredRows, positions: Tensor | None) -> None:
@@ -170,11 +179,18 @@ class CodedTable:
         ids = _ids(stored.rows, positions)
         if stored.scheme == "exact":
             values = stored.values if positions is None else stored.values[positions]
-            self._new.append((ids, values.clone()))
+            self._exact.add(ids, values.clone())
             self._scale[ids] = torch.nan
             return
         if stored.bits > self.bits:
-            self._widen(stored.bits)
+            chosen_rows = slice(None) if positions is None else positions
+            codes = bit_packing.unpack(
+                stored.values[chosen_rows].contiguous(), dim=self._spec.dim, bits=stored.bits
+            )
+            scale, offset = stored.scale[chosen_rows], stored.offset[chosen_rows]
+            self._wider.add(ids, codes.clone(), scale.clone(), offset.clone())
+            self._scale[ids] = torch.inf
+            return
         for start in range(0, ids.numel(), _pass_rows(self._codes)):
             part = slice(start, start + _pass_rows(self._codes))
             places = ids[part]
@@ -189,32 +205,29 @@ class CodedTable:
         mark_rows(self.changed, rows, of=self._spec.rows)
 
     def finish(self) -> None:
-        """Sort the exact rows for lookups, once every row of a chain has been taken."""
+        """Sort the rows beside the codes, once every row of a chain has been taken."""
         self.changed = None
-        ids = torch.cat([self._exact_ids, *(ids for ids, _ in self._new)])
-        values = torch.cat([self._exact, *(values for _, values in self._new)])
-        old = torch.arange(ids.numel(), device="cpu") < self._exact_ids.numel()
-        new_ids = ids[~old]
-        # An old exact row stays if the row is still exact and the chain brought no new value.
-        keep = self._scale[ids].isnan() & ~(old & torch.isin(ids, new_ids))
-        ids, values = ids[keep], values[keep]
-        order = ids.argsort()
-        self._exact_ids, self._exact = ids[order], values[order]
-        self._new.clear()
+        self._exact.finish(self._scale.isnan())
+        self._wider.finish(self._scale.isposinf())
+        widened_bytes = self._spec.rows * (self._spec.dim - self._codes.shape[1])
+        if self._wider.nbytes > widened_bytes:
+            self._widen()
 
     def copy_rows(self, source: CodedTable, ids: Tensor | None) -> None:
         """Copy rows `ids`, int64 [n], from another copy of the table; None: all rows."""
-        self._new.clear()
-        if self.bits < source.bits:
-            self._widen(source.bits)
         if ids is None:
             ids = torch.arange(self._spec.rows, device="cpu")
+            if self.bits != source.bits:
+                self.bits, self._codes = source.bits, torch.empty_like(source._codes)
+        elif self.bits < source.bits:
+            self._widen()  # so that each row fits that was kept beside the others
         for part in ids.split(_pass_rows(self._codes)):
             codes = self._repacked(source._codes[part], source.bits)
             row_gather.scatter(codes, part, self._codes)
         row_gather.move(source._scale, ids, self._scale, ids)
         row_gather.move(source._offset, ids, self._offset, ids)
-        self._exact_ids, self._exact = source._exact_ids, source._exact
+        self._exact.share(source._exact)
+        self._wider.share(source._wider)
 
     def lookup(self, ids: Tensor) -> Tensor:
         """Return the rows of `ids`, decoded.
@@ -239,21 +252,32 @@ class CodedTable:
         values = quantize.dequantize_packed(
             self._codes[flat], scale, self._offset[flat], dim=self._spec.dim, bits=self.bits
         ).to(self._dtype)
-        exact = scale.isnan()
-        if bool(exact.any()):
-            values[exact] = self._exact[torch.searchsorted(self._exact_ids, flat[exact])]
+        is_wider = scale.isposinf()
+        if bool(is_wider.any()):
+            codes, *parameters = self._wider.find(flat[is_wider])
+            values[is_wider] = quantize.dequantize(codes, *parameters).to(self._dtype)
+        is_exact = scale.isnan()
+        if bool(is_exact.any()):
+            (values[is_exact],) = self._exact.find(flat[is_exact])
         return values.reshape(*ids.shape, self._spec.dim)
 
-    def _widen(self, bits: int) -> None:
+    def _widen(self) -> None:
+        """Give all codes the most bits, those of the rows beside them too."""
         narrow, from_bits = self._codes, self.bits
-        self.bits = bits
+        self.bits = _WIDEST
         self._codes = torch.empty(
-            self._spec.rows, _width(self._spec.dim, bits), dtype=torch.uint8, device="cpu"
+            self._spec.rows, _width(self._spec.dim, _WIDEST), dtype=torch.uint8, device="cpu"
         )
         step = _pass_rows(self._codes)
         for start in range(0, self._spec.rows, step):
             part = slice(start, start + step)
             self._codes[part] = self._repacked(narrow[part], from_bits)
+        ids = self._wider.ids[self._scale[self._wider.ids].isposinf()]
+        for places in ids.split(step):
+            codes, scale, offset = self._wider.find(places)
+            row_gather.scatter(self._repacked(codes, _WIDEST), places, self._codes)
+            self._scale[places], self._offset[places] = scale, offset
+        self._wider.finish(torch.zeros(self._spec.rows, dtype=torch.bool, device="cpu"))
 
     def _repacked(self, codes: Tensor, bits: int) -> Tensor:
         """Return the same codes in `self.bits` bits each, contiguous."""
@@ -281,3 +305,15 @@ def _width(dim: int, bits: int) -> int:
 
 def _pass_rows(table: Tensor) -> int:
     return max(1, _PASS_BYTES // max(1, table.nbytes // max(1, len(table))))
+
+
+def coded_bytes(rows_of_bits: Mapping[int, int], dim: int, bits: int) -> int:
+    """Return the memory of codes if most rows have `bits` bits and wider rows lie beside them.
+
+    Args:
+        rows_of_bits: rows by the bits of their codes.
+        dim: values of a row.
+        bits: width of most rows' codes.
+    """
+    wider = sum(rows for width, rows in rows_of_bits.items() if width > bits)
+    return sum(rows_of_bits.values()) * _width(dim, bits) + wider * (dim + _BESIDE_BYTES)
