@@ -160,6 +160,9 @@ def test_second_moments_of_a_cache_are_stored_in_eight_bits(place: Place) -> Non
     plain, uninterrupted = Both("adagrad", None), Both("adagrad", None)
     with checkpointing(plain, place, state=8):
         restored = [plain.optimizers[0].state[w]["sum"].clone() for w in _tables(plain.model)]
+    cached = Both("adagrad", SMALL)
+    with checkpointing(cached, place, state=8):
+        cached.same_as(plain)
     uninterrupted.train(None, 32)
     for found, weight in zip(restored, _tables(uninterrupted.model), strict=True):
         trained = uninterrupted.optimizers[0].state[weight]["sum"]
