@@ -224,7 +224,7 @@ def _deviations(report: Report, task: Task, learned: Learned, dim: int) -> tuple
         report.rows.append((dim, name, *means, rms))
         return *means, rms
 
-    prices = torch.logspace(-11, -15, 13, dtype=torch.float64) * len(task.batches(0))
+    prices = torch.logspace(-11, -16.5, 14, dtype=torch.float64) * len(task.batches(0))
     points: Any = np.array(
         [
             measure(
