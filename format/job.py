@@ -17,6 +17,7 @@ from recpoint.format.manifest import (
     ChosenMethod,
     CopiedAhead,
     Kind,
+    MeasuredLoss,
     Quantizer,
     RankCount,
     RowStateSpec,
@@ -228,6 +229,7 @@ class Job(Record):
     staged_ms: Milliseconds
     stall_us: _Bytes
     copied_ahead: Annotated[CopiedAhead | None, Field(exclude_if=is_absent)] = None
+    loss: Annotated[MeasuredLoss | None, Field(exclude_if=is_absent)] = None
     cache: Annotated[CacheUse | None, Field(exclude_if=is_absent)] = None
     stripes: Annotated[CheckedStripes | None, Field(exclude_if=is_absent)] = None
     full_bytes: _Bytes

@@ -13,6 +13,7 @@ from recpoint.format.history import History
 from recpoint.format.records import (
     CheckpointRef,
     Generation,
+    HexFloat,
     HexToken,
     Milliseconds,
     Part,
@@ -38,6 +39,7 @@ __all__ = [
     "MAX_CHUNK_BYTES",
     "MAX_TABLE_ROWS",
     "Manifest",
+    "MeasuredLoss",
     "Quantizer",
     "RankCount",
     "RowCount",
@@ -357,6 +359,25 @@ class CopiedAhead(Part):
         return self.rows_before / (self.rows_before + self.rows_in_stall)
 
 
+class MeasuredLoss(Part):
+    """What rounding costs in loss, as a trainer had measured it by the cut; costs are shares of it.
+
+    Attributes:
+        increase: the most that it may cost.
+        price: what one bit may cost; None: rows have one width.
+        low, high: bounds of the cost, as shown for what is stored; both None: nothing was shown.
+        predicted: cost by importances and errors; None: it was not computed for this price.
+        batches: batches measured so far.
+    """
+
+    increase: HexFloat
+    price: HexFloat | None
+    low: HexFloat | None
+    high: HexFloat | None
+    predicted: HexFloat | None
+    batches: _Count
+
+
 class CacheUse(Part):
     """What the cache of a trainer's tables did since the checkpoint before, or since the start.
 
@@ -478,6 +499,7 @@ class Manifest(StoredRecord):
     committed_ms: Milliseconds
     stall_us: _Count
     copied_ahead: Annotated[CopiedAhead | None, Field(exclude_if=is_absent)] = None
+    loss: Annotated[MeasuredLoss | None, Field(exclude_if=is_absent)] = None
     cache: Annotated[CacheUse | None, Field(exclude_if=is_absent)] = None
     stripes: Annotated[CheckedStripes | None, Field(exclude_if=is_absent)] = None
     dirty_rows: _Count

@@ -393,6 +393,7 @@ class PersistJob:
             **stored_fields(self.job, entries, quantization),
             stands_for=None,
             copied_ahead=self.job.copied_ahead,
+            loss=self.job.loss,
             tables=tuple(table.spec for table in self.job.tables),
             committed_ms=now_ms(),
         )

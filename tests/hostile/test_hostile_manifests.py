@@ -43,6 +43,14 @@ def test_a_key_that_is_not_that_chunks(key: str) -> None:
 
 
 #: What a manifest may say of rows that were copied before the stall.
+LOSS = {
+    "increase": (1e-4).hex(),
+    "price": (2.0**-30).hex(),
+    "low": None,
+    "high": (5e-5).hex(),
+    "predicted": None,
+    "batches": 2**63 - 1,
+}
 COPIED = {"rows_before": 1, "bytes_before": 1, "rows_in_stall": 0, "bytes_in_stall": 2**63 - 1}
 
 INTEGERS = [
@@ -99,6 +107,13 @@ def test_numbers_outside_their_bounds_or_of_another_type(path: str, value: objec
         ("parent.step", 99),
         ("run", "5EED" * 8),
         ("attempt", "1b" * 16 + "\n"),
+        ("loss", None),
+        ("loss", {}),
+        ("loss", LOSS | {"increase": 1e-4}),
+        ("loss", LOSS | {"increase": "0.0001"}),
+        ("loss", LOSS | {"high": "inf"}),
+        ("loss", LOSS | {"batches": -1}),
+        ("loss", LOSS | {"more": 1}),
         ("copied_ahead", None),
         ("copied_ahead", {}),
         ("copied_ahead", [1, 1, 1, 1]),
@@ -303,6 +318,12 @@ def test_rows_copied_ahead_are_of_one_part_only() -> None:
     for several in ({"ranks": 2}, {"servers": 1}):
         with pytest.raises(MalformedObject, match="2 parts"):
             unpack(envelope(fields | several))
+
+
+def test_a_measured_loss_is_optional() -> None:
+    found = unpack(envelope(changed("loss", LOSS))).loss
+    assert found is not None and found.model_dump() == LOSS
+    assert b'"loss"' not in pack_record(unpack(envelope(body())))
 
 
 def test_how_many_parts_there_are() -> None:

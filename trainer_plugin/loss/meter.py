@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from recpoint.errors import SettingsError
 from recpoint.format.job import Allocation
+from recpoint.format.manifest import MeasuredLoss
 from recpoint.interrupts import came_from_handler
 from recpoint.kernels.allocation import WIDTHS
 from recpoint.trainer_plugin.loss.measure import RoundedTable, measure
@@ -189,6 +190,24 @@ class LossMeter:
             batches=search.measured,
             measured_share=self._spent_seconds / elapsed if elapsed > 0 else 0.0,
             error=self._error,
+        )
+
+    @property
+    def record(self) -> MeasuredLoss:
+        """What is known of what checkpoints store now, as records have it."""
+        figures, search = self.figures, self._search
+        shown = figures.shown if figures.error is None else None
+        is_finite = shown is not None and all(map(math.isfinite, shown))
+        is_predicted = figures.predicted is not None and self._predicted_price == search.price
+        return MeasuredLoss(
+            increase=figures.increase.hex(),
+            price=None if figures.price is None else figures.price.hex(),
+            low=shown[0].hex() if shown is not None and is_finite else None,
+            high=shown[1].hex() if shown is not None and is_finite else None,
+            predicted=figures.predicted.hex()
+            if figures.predicted is not None and is_predicted
+            else None,
+            batches=figures.batches,
         )
 
     def state_dict(self) -> dict[str, Any]:

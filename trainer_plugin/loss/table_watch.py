@@ -171,9 +171,10 @@ class ReplacedRows:
             SettingsError: it asks for a row that was not replaced.
         """
         known_ids = self._ids[lookup.table]
-        positions = torch.searchsorted(known_ids, lookup.ids.to(torch.int64))
+        ids = lookup.ids.to(torch.int64).contiguous()
+        positions = torch.searchsorted(known_ids, ids)
         positions = positions.clamp_(max=max(known_ids.numel() - 1, 0))
-        if not torch.equal(known_ids[positions], lookup.ids.to(torch.int64)):
+        if not torch.equal(known_ids[positions], ids):
             raise SettingsError(
                 f"Loss.of, table {self._names[lookup.table]!r}",
                 found="two forward passes of one batch that look up different rows",

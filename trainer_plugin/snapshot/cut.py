@@ -490,6 +490,7 @@ class Cutter:
             snapshot_ms=moment.snapshot_ms,
             stall_us=(time.perf_counter_ns() - moment.started_ns) // 1_000,
             copied_ahead=copied.copied_ahead,
+            loss=self.parts.measured_loss,
             cache=self.cache.take_use(),
             full_bytes=behind.full_bytes,
             interval_batches=request.interval_batches,

@@ -18,7 +18,7 @@ from recpoint.catalog.store.contract import now_ms
 from recpoint.embeddings.server.served_part import ServedPart
 from recpoint.format.history import History
 from recpoint.format.job import Job, StagedTable
-from recpoint.format.manifest import CacheUse, CopiedAhead
+from recpoint.format.manifest import CacheUse, CopiedAhead, MeasuredLoss
 from recpoint.format.records import CheckpointRef
 from recpoint.kernels import implementation
 from recpoint.trainer_plugin.policy import ChainLink, PolicyName
@@ -62,6 +62,7 @@ class Snapshot:
         snapshot_ms: wall-clock time of the cut, in milliseconds since the epoch.
         stall_us: how long training stood still for the cut, in microseconds.
         copied_ahead: the rows that were copied before the stall and in it; None: none was before.
+        loss: what rounding costs in loss, as measured; None: nobody asked for that.
         cache: what the cache did since the cut before; None: no table is in a cache.
         full_bytes: bytes of this rank's part of a full, exact checkpoint.
         interval_batches: batches since the checkpoint before.
@@ -83,6 +84,7 @@ class Snapshot:
     snapshot_ms: int
     stall_us: int
     copied_ahead: CopiedAhead | None
+    loss: MeasuredLoss | None
     cache: CacheUse | None
     full_bytes: int
     interval_batches: int
@@ -156,6 +158,7 @@ def seal(
         "staged_ms": now_ms(),
         # The record has no place for the figures of several parts (format §4).
         "copied_ahead": snapshot.copied_ahead if ranks == 1 else None,
+        "loss": snapshot.loss,
         "cache": snapshot.cache,
         "stripes": snapshot.device.stripes,
         "full_bytes": snapshot.full_bytes,

@@ -10,7 +10,7 @@ from recpoint.embeddings.tables.marks import Dirty
 from recpoint.format.dtypes import item_bytes
 from recpoint.format.history import RULE_BITS, ChosenPrecision
 from recpoint.format.job import Allocation
-from recpoint.format.manifest import CODE_BITS, Quantizer
+from recpoint.format.manifest import CODE_BITS, MeasuredLoss, Quantizer
 from recpoint.kernels import dirty_bitmap
 from recpoint.kernels.bit_packing.widths import packed_width
 from recpoint.trainer_plugin.policy import ChainLink
@@ -34,6 +34,10 @@ class PricesBits(Protocol):
 
     def is_exact(self, live: LiveTable) -> bool:
         """Whether the rows of a table are stored exactly, whatever its width is."""
+
+    @property
+    def record(self) -> MeasuredLoss:
+        """What was measured, as records have it."""
 
 
 class TableParts:
@@ -78,6 +82,11 @@ class TableParts:
         self.at_servers = tuple(
             self._at_servers and shard.table is not None and shard.table.cached for shard in shards
         )
+
+    @property
+    def measured_loss(self) -> MeasuredLoss | None:
+        """What rounding costs in loss now; None: nobody asked for that."""
+        return None if self._prices is None else self._prices.record
 
     def prepare(self) -> None:
         """Compile what the cut quantizes with. Called before training."""

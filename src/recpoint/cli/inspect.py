@@ -48,7 +48,7 @@ from recpoint.dashboards.catalog_watch import current_watch
 from recpoint.dashboards.lag import RunLag, lag_views
 from recpoint.dashboards.terminal import Listed
 from recpoint.errors import ChainError, FormatError, ObjectNotFound, RecpointError
-from recpoint.format.manifest import Manifest, StateBits
+from recpoint.format.manifest import Manifest, MeasuredLoss, StateBits
 from recpoint.format.naming import MAX_GENERATION, MAX_STEP, ManifestName
 from recpoint.format.version import FORMAT_VERSION
 from recpoint.units import bytes_text, time_text
@@ -86,8 +86,17 @@ def checkpoint(manifest: Manifest) -> dict[str, Any]:
         "full_bytes": manifest.full_bytes,
         "stall_ms": manifest.stall_us / 1000,
         "copied_ahead": None if copied is None else copied.model_dump(),
+        "loss": None if manifest.loss is None else _numbers(manifest.loss),
         "lag_ms": manifest.committed_ms - manifest.snapshot_ms,
         "committed_ms": manifest.committed_ms,
+    }
+
+
+def _numbers(loss: MeasuredLoss) -> dict[str, float | int | None]:
+    """Return the figures of a measured loss as numbers; records have them as text."""
+    return {
+        name: float.fromhex(value) if isinstance(value, str) else value
+        for name, value in loss.model_dump().items()
     }
 
 

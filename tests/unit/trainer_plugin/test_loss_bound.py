@@ -29,6 +29,7 @@ from recpoint import (
 from recpoint.catalog.persist import row_widths
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.store.store import open_store
+from recpoint.cli import inspect
 from recpoint.trainer_plugin.loss.meter import LossMeter
 from recpoint.trainer_plugin.loss.rounded_rows import rounded_rows
 from recpoint.trainer_plugin.settings import Settings
@@ -172,6 +173,10 @@ def test_rows_get_the_widths_that_keep_the_loss_and_a_restart_goes_on(
     (name,) = run.manifest_names()
     bits = Counter(getattr(chunk, "bits", None) for chunk in run.manifest(*name).chunks)
     assert len(bits.keys() & {2, 3, 4, 5, 6, 8}) >= 3  # a mix of widths
+    stored = inspect.checkpoint(run.manifest(*name))["loss"]
+    assert (stored["increase"], stored["price"]) == (INCREASE, price)
+    assert (stored["low"], stored["high"]) == figures.shown
+    assert stored["batches"] == figures.batches
 
     restored, again = built(place, by_loss())
     with again:
@@ -281,7 +286,6 @@ def test_rows_are_stored_exactly_if_eight_bits_cost_too_much(place: Place) -> No
         assert ckpt.stats.loss is not None and ckpt.stats.loss.is_lossless
         assert ckpt.checkpoint()
         exact = model.users.weight.detach().clone()
-        ckpt.close(final=False)
     restored, again = built(place, by_loss())
     with again:
         again.restore()
