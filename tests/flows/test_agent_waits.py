@@ -62,11 +62,10 @@ def test_a_missing_embedding_server_is_named(
         assert agent.serve(once=True) == 2  # of the rank, and of the server that is on its host
     assert "for the part of embedding server 2" in caplog.text
     status = json.loads(StagedRun(here[0].parent.parent).status_path.read_text())
-    assert [(late["ranks"], late["servers"]) for late in status["missing_ranks"]] == [
-        ([], [1, 2]),  # when the rank's job was tried, no server's part was there
-        ([], [2]),
-    ]
-    assert [seen.missing_ranks for seen in agent.observe().runs] == [2]
+    late_parts = [(late["ranks"], late["servers"]) for late in status["missing_ranks"]]
+    # The agent tries both jobs at once: the first server's part may be there before the rank's.
+    assert late_parts in ([([], [1, 2]), ([], [2])], [([], [2]), ([], [2])])
+    assert [seen.missing_ranks for seen in agent.observe().runs] == [len(late_parts[0][1])]
     assert persist.persist_job(there).result == "committed"
     again = Agent(hosts[0], gate=PrefectGate(enabled=False))
     assert again.serve(once=True) == 0 and run.manifest(10, 1).servers == 2
