@@ -114,7 +114,7 @@ def test_the_least_number_of_seconds_is_said(place: Place) -> None:
         (Precision, "tables", {"users": np.bool_(True)}),
         (Precision, "tables", ["users"]),
         (Precision, "tables", {"users": "automatic"}),
-        (Precision, "state", 8),
+        (Precision, "state", 4),
         (Precision, "state", 16.0),
         (Precision, "state", "16"),
         (Precision, "quantizer", "kmeans"),
