@@ -42,6 +42,7 @@ class Loss:
     the CPU that are looked up by `nn.Embedding` and `nn.EmbeddingBag`, or their functions, without
     `max_norm`. Their optimizers must keep squared gradients: Adagrad, row-wise Adagrad, Adam, AdamW
     and SparseAdam do. Tables that are named in `Precision.tables` ("lossless" or 8) may have any.
+    Tables that `of` has not looked up in a measured batch get 8 bits.
 
     Attributes:
         increase: the most by which rounding may raise the loss, as a share of the loss: 1e-4 is

@@ -72,7 +72,7 @@ def importance(states: Tensor, scale: float, initial: float = 0.0) -> Tensor:
         scale: above 0.
         initial: the value with which the optimizer began the state.
     """
-    sums = (states.reshape(len(states), -1).to(torch.float64) - initial).clamp(min=0.0)
+    sums = (states.unsqueeze(1).flatten(1).to(torch.float64) - initial).clamp(min=0.0)
     count = sums.shape[1]
     # In halves, in an order that neither threads nor processors change.
     while sums.shape[1] > 1:

@@ -98,6 +98,7 @@ class LossMeter:
         self._began: float | None = None  # clock at the first batch of this process
         self._spent_seconds = self._last_seconds = 0.0
         self._error: str | None = None
+        self._looked_up: set[str] = set()  # keys of the tables that a measured batch looked up
         self.batches_done: Callable[[], int] = lambda: 0
 
     def refuse(self, call: str) -> None:
@@ -152,8 +153,10 @@ class LossMeter:
             live: the table, in a cut.
         """
         price = self._search.price
-        if price is None or self._error is not None or live.key not in self._priced:
+        if price is None or self._error is not None:
             return None
+        if live.key not in self._priced & self._looked_up:
+            return None  # what no measured batch has looked up has shown no cost
         moment = self._moment(live)
         if moment is None:
             return None
@@ -256,6 +259,8 @@ class LossMeter:
         self, live: LiveTable, moment: SecondMoment | None, price: float | None, ids: Tensor
     ) -> Tensor:
         own_price = price if live.key in self._priced else None
+        if len(ids):
+            self._looked_up.add(live.key)
         return rounded_rows(live, ids, moment, own_price).values
 
     def _moment(self, live: LiveTable) -> SecondMoment | None:

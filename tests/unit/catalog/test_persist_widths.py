@@ -214,6 +214,11 @@ def test_importance(states: Tensor, expected: list[float]) -> None:
     assert found.dtype == torch.float32 and same(states, before)
 
 
+@pytest.mark.parametrize("shape", [(0,), (0, 4)])
+def test_importance_of_no_rows(shape: tuple[int, ...]) -> None:
+    assert row_widths.importance(torch.empty(shape), 0.5).shape == (0,)
+
+
 def test_importance_leaves_out_the_value_that_a_state_began_with() -> None:
     states = torch.tensor([[0.5, 0.5], [0.75, 0.25], [1.0, 1.5]])
     assert row_widths.importance(states, 0.5, 0.5).tolist() == [0.0, 0.0625, 0.375]

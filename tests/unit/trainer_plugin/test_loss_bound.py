@@ -433,6 +433,25 @@ def test_loops_without_measured_batches_are_refused(place: Place) -> None:
         ckpt.close(final=False)
 
 
+def test_tables_that_the_loss_never_looks_up_have_no_price(place: Place) -> None:
+    def of(model: nn.Module, batch: Batch) -> Tensor:
+        users, _, clicks = batch
+        assert isinstance(model, Ranker)
+        return functional.binary_cross_entropy_with_logits(model.users(users).sum(dim=1), clicks)
+
+    model, ckpt = built(place, by_loss(of=of))
+    with ckpt:
+        count_seconds(ckpt)
+        ckpt.restore()
+        train(model, ckpt, 4)
+        assert ckpt.stats.loss is not None and ckpt.stats.loss.error is None
+        assert ckpt.stats.loss.batches > 1
+        meter(ckpt)._search.price = 1.0
+        has_price = {live.key: meter(ckpt).allocation(live) for live in meter(ckpt)._live()}
+        assert has_price["users"] is not None and has_price["items"] is None
+        ckpt.close(final=False)
+
+
 def test_a_loop_that_turns_out_to_read_ahead_is_refused(place: Place) -> None:
     model, ckpt = built(place, by_loss())
     with ckpt:
