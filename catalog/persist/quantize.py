@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -153,10 +154,15 @@ def _quantize_block(
                 if not bool(mask.any()):
                     continue
                 form = forms.index(StoredForm(bits, parameters))
-                arrays = _chosen(mask, packed, torch_dtype(parameters))
+                # Nearly always all rows are chosen, and nothing is copied.
+                chosen = None if bool(mask.all()) else mask
+                arrays = _chosen(chosen, packed, torch_dtype(parameters))
                 for name, array in zip(CODED_ARRAYS, arrays, strict=True):
                     extents[form][name].append(spool.append(array.contiguous().numpy()))
-                of_pass[mask if positions is None else positions[mask]] = form
+                if positions is None:
+                    of_pass[mask] = form
+                else:
+                    of_pass[positions if chosen is None else positions[chosen]] = form
     return {
         "table": block.table,
         "number": block.number,
@@ -193,12 +199,15 @@ def _coded(
         if widths is None:
             yield rows, [_quantized(stored, None, table.bits, method)]
             continue
-        of_pass = torch.from_numpy(widths[rows.start : rows.stop])
+        of_pass = widths[rows.start : rows.stop]
+        # numpy finds the positions several times faster than torch does.
+        positions = {bits: np.flatnonzero(of_pass == bits) for bits in CODE_BITS}
         yield (
             rows,
             [
-                _quantized(stored, torch.nonzero(of_pass == bits).flatten(), bits, method)
-                for bits in CODE_BITS
+                _quantized(stored, torch.from_numpy(of_width), bits, method)
+                for bits, of_width in positions.items()
+                if of_width.size
             ],
         )
 
@@ -225,9 +234,11 @@ def _implementation(staged: StagedJob, tables: Sequence[int]) -> str:
     return "; ".join(sorted(names))
 
 
-def _chosen(mask: Tensor, packed: PackedRows, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the rows that `mask` chooses, with their parameters converted to `dtype`."""
+def _chosen(
+    mask: Tensor | None, packed: PackedRows, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the rows that `mask` chooses (None: all), their parameters converted to `dtype`."""
     codes, scale, offset = packed.packed, packed.scale, packed.offset
-    if not bool(mask.all()):  # nearly always all rows are chosen, and nothing is copied
+    if mask is not None:
         codes, scale, offset = codes[mask], scale[mask], offset[mask]
     return codes, scale.to(dtype), offset.to(dtype)
