@@ -11,7 +11,6 @@ spool, which may be in memory.
 from __future__ import annotations
 
 import io
-import itertools
 import json
 import os
 from collections.abc import Iterator
@@ -234,16 +233,28 @@ def pieces(*parts: Part) -> Iterator[memoryview]:
     Raises:
         StagingError: slot or spool cannot be read.
     """
-    for is_extent, consecutive in itertools.groupby(parts, lambda part: isinstance(part, Extent)):
-        if is_extent:
-            yield from read_pieces(*(part for part in consecutive if isinstance(part, Extent)))
-            continue
-        for part in consecutive:
-            assert isinstance(part, ChosenRows)
+    for extents, chosen in _by_form(parts):
+        yield from read_pieces(*extents)
+        for part in chosen:
             if part.whole.length > part.rows * _SKIPPED_BYTES:
                 yield from _few_rows(part)
             else:
                 yield from _many_rows(part)
+
+
+def _by_form(parts: tuple[Part, ...]) -> Iterator[tuple[list[Extent], list[ChosenRows]]]:
+    """Yield the parts in order: extents that follow each other together, chosen rows one by one.
+
+    So each file is opened once for many small extents.
+    """
+    extents: list[Extent] = []
+    for part in parts:
+        if isinstance(part, Extent):
+            extents.append(part)
+        else:
+            yield extents, [part]
+            extents = []
+    yield extents, []
 
 
 def _few_rows(part: ChosenRows) -> Iterator[memoryview]:
@@ -291,14 +302,15 @@ def assemble_parts(parts: tuple[Part, ...], *, start: bytes) -> bytes:
         buffer.write(b"\0")
     with buffer.getbuffer() as view:
         filled = len(start)
-        for part in parts:
-            target = view[filled : filled + part.length]
-            if isinstance(part, Extent):
-                read_into(target, part)
-            else:
-                _fill(part, target)
-            target.release()
-            filled += part.length
+        for extents, chosen in _by_form(parts):
+            length = sum(extent.length for extent in extents)
+            with view[filled : filled + length] as target:
+                read_into(target, *extents)
+            filled += length
+            for part in chosen:
+                with view[filled : filled + part.length] as target:
+                    _fill(part, target)
+                filled += part.length
     return buffer.getvalue()
 
 
