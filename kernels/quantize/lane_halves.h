@@ -18,7 +18,9 @@ inline Floats half_from_zero(Floats value) {
     const Floats units = minimum(value, spread(SMALLEST_HALF)) * 0x1p24f;
     const Floats below = whole(units);
     const Floats few_units = (below < units ? below + 1.0f : below) * 0x1p-24f;
-    const Floats normal = float_of((bits_of(value) + HALF_REST) & ~HALF_REST);
+    // Without a sign, because the pattern of a NaN may overflow. Its row is exact.
+    const Marks next = reinterpret_cast<Marks>(bits_of(value)) + static_cast<uint32_t>(HALF_REST);
+    const Floats normal = float_of(reinterpret_cast<Words>(next) & ~HALF_REST);
     return value >= SMALLEST_HALF ? normal : few_units;
 }
 

@@ -106,6 +106,12 @@ def test_a_row_that_no_width_can_store_is_kept_exact(row: list[float]) -> None:
     assert allocate(rows, torch.zeros(3), 1.0).tolist() == [EXACT] * 3
 
 
+def test_a_row_of_nan_of_any_payload_is_kept_exact() -> None:
+    patterns = torch.tensor([[0x7FFFFFFF], [-1], [0x7F800001]], dtype=torch.int32).repeat(1, 16)
+    rows = torch.cat((patterns.view(torch.float32), torch.ones(20, 16)))
+    assert allocate(rows, torch.zeros(23), 1.0).tolist() == [EXACT] * 3 + [2] * 20
+
+
 def test_a_row_that_narrow_widths_alone_can_store_has_one_of_these() -> None:
     rows = torch.zeros(2, 16)
     rows[:, 0] = torch.tensor([2.0**-126 * 3, 2.0**-126 * 255])
