@@ -189,6 +189,8 @@ class TableParts:
             table = shard.table
             if table is None or part.method is None or part.row_count == 0:
                 continue
+            if part.allocation is not None:
+                continue  # the agent chooses widths by the values
             if not self._quantizer.may(table, part.bits):
                 continue
             ids = part.ids

@@ -33,6 +33,7 @@ from recpoint.cli import inspect
 from recpoint.trainer_plugin.loss.meter import LossMeter
 from recpoint.trainer_plugin.loss.rounded_rows import rounded_rows
 from recpoint.trainer_plugin.settings import Settings
+from recpoint.trainer_plugin.snapshot.codes import TableQuantizer
 from tests.training_builder import Place, seed_everything
 
 ROWS, DIM, BATCH = 1_500, 16, 64
@@ -144,10 +145,14 @@ def held_out(model: Ranker) -> float:
     return sum(losses) / len(losses)
 
 
+@pytest.mark.parametrize("quantizes_here", (False, True), ids=("host", "as on a GPU"))
 def test_rows_get_the_widths_that_keep_the_loss_and_a_restart_goes_on(
-    place: Place, monkeypatch: pytest.MonkeyPatch
+    place: Place, monkeypatch: pytest.MonkeyPatch, quantizes_here: bool
 ) -> None:
+    """On a GPU, `place="auto"` stages codes of other tables; of one with an allocation, values."""
     monkeypatch.setattr(row_widths, "_CHUNK_COST_BYTES", 0)
+    if quantizes_here:
+        monkeypatch.setattr(TableQuantizer, "may", lambda self, table, bits: True)
     model, ckpt = built(place, by_loss(), interval_batches=90)
     with place.agent(), ckpt:
         count_seconds(ckpt)
