@@ -26,7 +26,8 @@ class RoundedRows(NamedTuple):
     Attributes:
         values: [n, dim], of the table's dtype.
         widths: bits of each row, u8 [n]; `EXACT` for rows that are kept as they are.
-        damage: importance times squared error of each row, f64 [n]; None: no importance is known.
+        damage: importance times squared error of each row, f64 [n], 0 for rows whose importance is
+            not finite; None: no importance is known.
     """
 
     values: Tensor
@@ -74,4 +75,6 @@ def rounded_rows(
     if weight is not None:
         errors = values.to(torch.float64) - stored.to(torch.float64)
         damage = weight.to(torch.float64) * (errors * errors).sum(dim=1)
+        # Exact rows cost nothing, whatever they hold; infinite importances make rows exact.
+        damage[(widths == EXACT) | ~weight.isfinite()] = 0.0
     return RoundedRows(values, widths, damage)

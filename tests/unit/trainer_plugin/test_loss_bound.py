@@ -457,6 +457,25 @@ def test_tables_that_the_loss_never_looks_up_have_no_price(place: Place) -> None
         ckpt.close(final=False)
 
 
+@pytest.mark.parametrize("price", [None, 2.0**-20])
+def test_rows_and_states_that_are_not_finite_predict_no_cost(
+    place: Place, price: float | None
+) -> None:
+    model, ckpt = built(place, by_loss())
+    (optimizer,) = ckpt._training.optimizers
+    with ckpt:
+        count_seconds(ckpt)
+        ckpt.restore()
+        train(model, ckpt, 2)
+        sums = optimizer.state[model.users.weight]["sum"]
+        sums[0], sums[1] = torch.inf, torch.nan
+        with torch.no_grad():
+            model.users.weight[2] = torch.nan
+        predicted = meter(ckpt)._predicted(price)
+        assert 0.0 < predicted.damage < float("inf")
+        ckpt.close(final=False)
+
+
 def test_a_loop_that_turns_out_to_read_ahead_is_refused(place: Place) -> None:
     model, ckpt = built(place, by_loss())
     with ckpt:
