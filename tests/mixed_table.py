@@ -75,7 +75,7 @@ def widths_of(table: Table) -> Tensor:
 
 def decoded(values: Tensor, widths: Tensor) -> Tensor:
     """What a restore finds of rows that are stored in these widths: of the dtype of `values`."""
-    found = values.clone()
+    decoded_rows = values.clone()
     for width in widths.unique().tolist():
         if width == EXACT:
             continue
@@ -84,5 +84,5 @@ def decoded(values: Tensor, widths: Tensor) -> Tensor:
             values[of_width].float(), width, half_parameters=True
         )
         assert not exact.any()
-        found[of_width] = quantize.dequantize(codes, scale, offset).to(values.dtype)
-    return found
+        decoded_rows[of_width] = quantize.dequantize(codes, scale, offset).to(values.dtype)
+    return decoded_rows

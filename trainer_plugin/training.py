@@ -102,7 +102,7 @@ class CheckpointedTraining:
             note_done=self._note_done,
             act=self._act_between_steps,
             rewind=self._rewinds.rewind,
-            before=parts.loss,
+            meter=parts.loss,
         )
         if parts.loss is not None:
             parts.loss.batches_done = lambda: self.batches_done

@@ -56,8 +56,8 @@ def values_after(folder: Path, die: int | None) -> tuple[bool, Tensor]:
             assert persist_in_process(path) == 0
         assert run.manifest(step, 1).step == step
     for step in (20, 30):
-        found = validate(run, ManifestName(step, 1), level="full")
-        assert (found.result, found.findings) == ("passed", ())
+        validated = validate(run, ManifestName(step, 1), level="full")
+        assert (validated.result, validated.findings) == ("passed", ())
     return killed, restored(run, run.manifest(30, 1))[0].tables["items"].values
 
 

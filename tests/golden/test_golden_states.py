@@ -21,8 +21,10 @@ def test_codes_bf16_and_states_as_they_are() -> None:
     expected_bits = json.loads((STATES / "expected.json").read_text())
     assert list(target.tables) == ["narrow", "trained", "wide"]
     for name, table in target.tables.items():
-        found = [None if s is None else s.view(torch.int32).tolist() for s in table.row_states]
-        assert found == expected_bits[name]
+        restored_bits = [
+            None if s is None else s.view(torch.int32).tolist() for s in table.row_states
+        ]
+        assert restored_bits == expected_bits[name]
     assert [run.manifest(step, 1).state_bits for step in (100, 200)] == [8, 8]
     chunks = run.manifest(200, 1).chunks
     # The increment of one table has a negative value, so it has no codes.

@@ -98,7 +98,7 @@ class Loop:
         act: called after batches were counted: takes a checkpoint if one is due and may be cut.
         rewind: called when the reader raises that an embedding server is lost, or that another
             rank has found this. Either it brings everything back to a checkpoint, or it raises.
-        before: looks at each batch before it is trained; None: nobody does.
+        meter: looks at each batch before it is trained; None: nobody does.
 
     Attributes:
         is_waiting: whether training is working on a batch that the loop yielded.
@@ -115,7 +115,7 @@ class Loop:
         note_done: Callable[[], None],
         act: Callable[[], None],
         rewind: Callable[[ServerLost | RankLost], None],
-        before: LooksAtBatches | None = None,
+        meter: LooksAtBatches | None = None,
     ) -> None:
         self._state = state
         self._count = count
@@ -125,7 +125,7 @@ class Loop:
         self._note_done = note_done
         self._act = act
         self._rewind = rewind
-        self._before = before
+        self._meter = meter
         self._source: object = None
         self._pass: Iterator[Any] | None = None
         self._batches: weakref.ref[Generator[Any, None, None]] | None = None
@@ -145,8 +145,8 @@ class Loop:
             SettingsError: training is working on a batch that the loop yielded; or somebody must
                 look at each batch before it is trained.
         """
-        if self._before is not None:
-            self._before.refuse("step()")
+        if self._meter is not None:
+            self._meter.refuse("step()")
         if self.is_waiting:
             raise SettingsError(
                 "step()",
@@ -220,8 +220,8 @@ class Loop:
             SettingsError: the pipeline, or the reader with it, cannot be checkpointed; or somebody
                 must look at each batch before it is trained.
         """
-        if self._before is not None:
-            self._before.refuse("pipelined()")
+        if self._meter is not None:
+            self._meter.refuse("pipelined()")
         self._count.drive(pipeline)
         return Pipelined(pipeline, self._finish_batches, self._progressed)
 
@@ -301,10 +301,10 @@ class Loop:
             if batch is _END:
                 self._end_pass(bound)
                 continue
-            if self._before is not None:
+            if self._meter is not None:
                 if self._count.reads_ahead or self._taken:
-                    self._before.refuse("batches()")
-                self._before.look(batch)
+                    self._meter.refuse("batches()")
+                self._meter.look(batch)
             passes_done, batches = self._passes
             self._passes = Passes(passes_done, batches + 1)
             self._taken.append(self._passes)

@@ -67,19 +67,19 @@ def meter_of(
 
 
 def _refuse_table(table: Table, *, fused: bool) -> None:
-    found = None
+    reason = None
     if table.cached:
-        found = "a table in a cache, of which only some rows are in memory"
+        reason = "a table in a cache, of which only some rows are in memory"
     elif fused:
-        found = "a table of a library, whose lookups are its own"
+        reason = "a table of a library, whose lookups are its own"
     elif table.changed_by_lookup:
-        found = "max_norm, with which a lookup rewrites rows"
+        reason = "max_norm, with which a lookup rewrites rows"
     elif not table.weight.is_cpu:
-        found = f"a table on {table.weight.device}"
-    if found is not None:
+        reason = f"a table on {table.weight.device}"
+    if reason is not None:
         raise SettingsError(
             f"Checkpointer(bits=Loss(...)): table {table.name!r}",
-            found=found,
+            found=reason,
             expected="an nn.Embedding or nn.EmbeddingBag on the CPU, without max_norm",
             next_step=f"pass Precision(bits=Loss(...), tables={{{table.name!r}: 'lossless'}}), or "
             "bits=8 for all tables",
@@ -88,19 +88,19 @@ def _refuse_table(table: Table, *, fused: bool) -> None:
 
 def _refuse_model(model: nn.Module) -> None:
     wrapper: Any = getattr(sys.modules.get("torch.nn.parallel"), "DistributedDataParallel", ())
-    found = None
+    reason = None
     for name, module in model.named_modules():
         if isinstance(module, wrapper):
-            found = f"module {name!r}, a DistributedDataParallel, which exchanges with other ranks"
+            reason = f"module {name!r}, a DistributedDataParallel, which exchanges with other ranks"
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if is_piece(tensor):
-            found = f"{name!r}, of which this process holds a piece"
+            reason = f"{name!r}, of which this process holds a piece"
         elif not tensor.is_cpu:
-            found = f"{name!r} on {tensor.device}"
-    if found is not None:
+            reason = f"{name!r} on {tensor.device}"
+    if reason is not None:
         raise SettingsError(
             "Checkpointer(bits=Loss(...)): the model",
-            found=found,
+            found=reason,
             expected="a whole model on the CPU, in one process",
             next_step="pass a number of bits, such as bits=8",
         )

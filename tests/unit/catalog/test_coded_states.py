@@ -58,15 +58,19 @@ def expected(table: Table) -> tuple[Tensor, ...]:
     return (to_bfloat16(first).float(), coded(second), *others)
 
 
-def same(found: Tensor | None, wanted: Tensor) -> bool:
+def same(state: Tensor | None, expected_state: Tensor) -> bool:
     """Bit for bit."""
-    assert found is not None
-    return torch.equal(found.contiguous().view(torch.uint8), wanted.contiguous().view(torch.uint8))
+    assert state is not None
+    return torch.equal(
+        state.contiguous().view(torch.uint8), expected_state.contiguous().view(torch.uint8)
+    )
 
 
-def require_states(run: Run, wanted: tuple[Tensor, ...]) -> None:
-    found = restored(run).tables["t"].row_states
-    assert [same(*pair) for pair in zip(found, wanted, strict=True)] == [True] * len(wanted)
+def require_states(run: Run, expected_states: tuple[Tensor, ...]) -> None:
+    restored_states = restored(run).tables["t"].row_states
+    assert [same(*pair) for pair in zip(restored_states, expected_states, strict=True)] == [
+        True
+    ] * len(expected_states)
 
 
 def row_chunks(manifest: Manifest) -> list[ChunkEntry]:
@@ -76,8 +80,8 @@ def row_chunks(manifest: Manifest) -> list[ChunkEntry]:
 def forms(run: Run, manifest: Manifest, state: int) -> list[str]:
     """How each chunk of a checkpoint stores a state."""
     stored = [read_rows(StoreChunks(run.store), manifest, e) for e in row_chunks(manifest)]
-    found = [rows.row_states[state] for rows in stored]
-    return ["codes" if isinstance(s, CodedState) else str(s.dtype)[6:] for s in found]
+    states = [rows.row_states[state] for rows in stored]
+    return ["codes" if isinstance(s, CodedState) else str(s.dtype)[6:] for s in states]
 
 
 @pytest.mark.parametrize("bits", [None, 4])
@@ -108,7 +112,7 @@ def test_a_chunk_with_another_value_keeps_the_state_as_it_is(
     table, links = table_of(40), Links()
     path = stage(run, tmp_path / "s", [table], step=1, generation=1, links=links, samples=40)
     persist_job(path)
-    wanted = expected(table)
+    expected_states = expected(table)
     dirty = torch.tensor([3, 7, 20])
     table.states[1][7, 2, 1] = value
     path = stage(
@@ -116,13 +120,13 @@ def test_a_chunk_with_another_value_keeps_the_state_as_it_is(
     )
     assert persist_job(path).error == ""
     assert [forms(run, run.manifest(step, 1), 1) for step in (1, 2)] == [["codes"], ["float32"]]
-    wanted[1][dirty] = table.states[1][dirty]
-    require_states(run, wanted)
+    expected_states[1][dirty] = table.states[1][dirty]
+    require_states(run, expected_states)
     assert at(run, 2, "full").result == "passed"
     merge(run, run.manifest(2, 1))
     (merged,) = chain_of(run, run.manifest(2, 1))
     assert (merged.state_bits, sorted(forms(run, merged, 1))) == (8, ["codes", "float32"])
-    require_states(run, wanted)
+    require_states(run, expected_states)
     assert at(run, 2, "sample").result == "passed"
 
 
@@ -149,9 +153,9 @@ def test_a_code_that_is_off_by_one_is_noticed(run: Run, tmp_path: Path) -> None:
         data[6 * 30] ^= 1
 
     rewrite(run, entry, change)
-    found = at(run, 1, "sample")
-    assert found.result == "failed"
-    assert [(finding.row, finding.what) for finding in found.findings] == [
+    validated = at(run, 1, "sample")
+    assert validated.result == "failed"
+    assert [(finding.row, finding.what) for finding in validated.findings] == [
         (30, "row state state1[0]")
     ]
 
@@ -168,11 +172,11 @@ def test_a_consolidation_moves_codes(run: Run, tmp_path: Path) -> None:
             run, tmp_path / "s", [table], step=step, generation=1, links=links, dirty=dirty
         )
         assert persist_job(path).error == ""
-    before = restored(run).tables["t"].row_states
+    states_before = restored(run).tables["t"].row_states
     merge(run, run.manifest(3, 1))
     (merged,) = chain_of(run, run.manifest(3, 1))
     assert (merged.state_bits, set(forms(run, merged, 1))) == (8, {"codes"})
-    require_states(run, tuple(state for state in before if state is not None))
+    require_states(run, tuple(state for state in states_before if state is not None))
     require_states(run, expected(table))
 
 
@@ -182,11 +186,13 @@ def test_other_columns_and_rows_are_read_of_coded_pieces(run: Run, tmp_path: Pat
     whole = Table("t", torch.randn(50, 12, generator=generator), (state,))
     pieces = [replace(p, state_bits=8, second_moments=(0,)) for p in whole.cut([5])]
     assert persist_job(stage(run, tmp_path / "s", pieces, step=1, generation=1)).error == ""
-    wanted = torch.cat([coded(state[:, :5].contiguous()), coded(state[:, 5:].contiguous())], dim=1)
-    require_states(run, (wanted,))
+    expected_pieces = torch.cat(
+        [coded(state[:, :5].contiguous()), coded(state[:, 5:].contiguous())], dim=1
+    )
+    require_states(run, (expected_pieces,))
     values, part_state = torch.zeros(30, 7), torch.zeros(30, 7)
     part = TablePart(
         table="t", first_row=11, first_column=2, values=values, row_states={"state0": part_state}
     )
     restore_parts(run.url, [part])
-    assert same(part_state, wanted[11:41, 2:9]) and same(values, whole.values[11:41, 2:9])
+    assert same(part_state, expected_pieces[11:41, 2:9]) and same(values, whole.values[11:41, 2:9])

@@ -108,9 +108,9 @@ def test_residuals_of_any_mix_of_widths(
         assert persist.persist_job(path).error == ""
     increment = run.manifest(20, 1)
     assert len({entry.bits for entry in increment.chunks if entry.scheme == "residual"}) > 3
-    found = validate(run, ManifestName(20, 1), level="full")
-    assert (found.result, found.findings) == ("passed", ())
-    assert found.rows_compared > 200
+    validated = validate(run, ManifestName(20, 1), level="full")
+    assert (validated.result, validated.findings) == ("passed", ())
+    assert validated.rows_compared > 200
 
 
 def error_of(run: Run, manifest: Manifest, table: Table, ids: Tensor) -> float:
@@ -126,30 +126,30 @@ def test_a_chain_passes_every_validation(run: Run, tmp_path: Path, dtype: torch.
         assert "residual" in schemes(training.persist(dirty=moved(training.table, number)))
     for step in (20, 40):
         for level in ("sample", "full"):
-            found = validate(run, ManifestName(step, 1), level=level)
-            assert (found.level, found.result, found.findings) == (level, "passed", ())
-            assert 0.2 < found.worst <= 1
+            validated = validate(run, ManifestName(step, 1), level=level)
+            assert (validated.level, validated.result, validated.findings) == (level, "passed", ())
+            assert 0.2 < validated.worst <= 1
     assert check(run, level="full").findings == ()
     newest = run.manifest(40, 1)
-    before = restored(run, newest)[0]
+    state_before = restored(run, newest)[0]
     merge(run, newest)
-    require_same(restored(run, newest)[0], before)
+    require_same(restored(run, newest)[0], state_before)
     assert validate(run, ManifestName(40, 1), level="full").result == "passed"
 
 
 def test_the_same_bits_say_more_of_a_residual(run: Run, tmp_path: Path) -> None:
     errors = {}
     for residual in (True, False):
-        there = new_run(tmp_path / str(residual))
-        there.claim(None)
+        own_run = new_run(tmp_path / str(residual))
+        own_run.claim(None)
         table = table_of()
         table.residual = residual
-        training = Training(there, tmp_path / f"staging-{residual}", table)
+        training = Training(own_run, tmp_path / f"staging-{residual}", table)
         training.persist()
         for number in range(1, 4):
             ids = moved(table, number)
             newest = training.persist(dirty=ids)
-        errors[residual] = error_of(there, newest, table, ids)
+        errors[residual] = error_of(own_run, newest, table, ids)
     # The rows have moved by 0.05 to 0.09, and have a range of about 3.
     assert errors[True] < errors[False] / 4
 
@@ -162,8 +162,8 @@ def test_however_little_a_row_has_changed_it_gets_codes(run: Run, tmp_path: Path
     newest = training.persist(dirty=ids)
     assert schemes(newest) == {"residual"} and newest.dirty_rows == 2
     # The error of the full's row is stored too, in steps of its own.
-    before = error_of(run, run.manifest(10, 1), training.table, ids)
-    assert error_of(run, newest, training.table, ids) < before / 2
+    plain_error = error_of(run, run.manifest(10, 1), training.table, ids)
+    assert error_of(run, newest, training.table, ids) < plain_error / 2
 
 
 def test_constant_rows_and_rows_that_are_not_finite_are_exact(run: Run, tmp_path: Path) -> None:
@@ -322,8 +322,8 @@ def test_each_rank_reads_the_rows_of_its_shard(run: Run, tmp_path: Path) -> None
         assert persist.persist_job(second).result == "committed"
         assert persist.persist_job(first).result == "committed"
     assert schemes(run.manifest(30, 1)) == {"residual"}
-    found = validate(run, ManifestName(30, 1), level="full")
-    assert (found.result, found.findings) == ("passed", ())
+    validated = validate(run, ManifestName(30, 1), level="full")
+    assert (validated.result, validated.findings) == ("passed", ())
 
 
 def test_servers_store_residuals_of_their_scattered_rows(run: Run, tmp_path: Path) -> None:
@@ -339,8 +339,8 @@ def test_servers_store_residuals_of_their_scattered_rows(run: Run, tmp_path: Pat
         for path in reversed(paths):
             assert persist.persist_job(path).result == "committed"
     assert "residual" in schemes(run.manifest(20, 1))
-    found = validate(run, ManifestName(20, 1), level="full")
-    assert (found.result, found.findings) == ("passed", ())
+    validated = validate(run, ManifestName(20, 1), level="full")
+    assert (validated.result, validated.findings) == ("passed", ())
 
 
 @pytest.mark.parametrize(

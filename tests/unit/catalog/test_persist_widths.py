@@ -31,10 +31,10 @@ def _each_width(monkeypatch: pytest.MonkeyPatch) -> None:
     a_chunk_for_each_width(monkeypatch)
 
 
-def same(found: Tensor | None, expected: Tensor) -> bool:
+def same(values: Tensor | None, expected: Tensor) -> bool:
     """Bit for bit."""
-    assert found is not None
-    return torch.equal(found.contiguous().view(torch.uint8), expected.view(torch.uint8))
+    assert values is not None
+    return torch.equal(values.contiguous().view(torch.uint8), expected.view(torch.uint8))
 
 
 def rows_by_width(manifest: Manifest) -> dict[int, int]:
@@ -123,8 +123,8 @@ def test_widths_do_not_depend_on_the_quantizer(
     assert rows_by_width(manifest) == expected_rows(widths_of(table))
     assert [q.method for q in manifest.quantizers] == [quantizer]
     plain = decoded(table.values, widths_of(table))
-    found = restored(run).tables["items"].values
-    errors = [(values - table.values).nan_to_num().square().sum() for values in (found, plain)]
+    searched = restored(run).tables["items"].values
+    errors = [(values - table.values).nan_to_num().square().sum() for values in (searched, plain)]
     assert errors[0] < errors[1] if quantizer != "symmetric" else errors[0] > errors[1]
 
 
@@ -149,13 +149,13 @@ def test_an_agent_that_starts_over_writes_the_same(
     whole = _encoded(path)
     assert len(whole) > 30
     empty_spool(PersistJob.open(path).staged)
-    before = torch.get_num_threads()
+    thread_count = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         assert _encoded(path, 1, 2) == [entry for entry in whole if entry in _encoded(path, 1, 2)]
         assert _encoded(path) == whole
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(thread_count)
 
 
 def test_numbers_of_chunks_are_not_shared(
@@ -192,8 +192,8 @@ def test_few_rows_of_a_width_are_stored_in_more_bits(
     exact = int((widths == EXACT).sum())
     assert rows_by_width(run.manifest(1, 1)) == {8: 300 - exact, EXACT: exact}
     widths[widths != EXACT] = 8
-    found = restored(run).tables["items"].values
-    assert same(found.nan_to_num(), decoded(table.values, widths).nan_to_num())
+    restored_rows = restored(run).tables["items"].values
+    assert same(restored_rows.nan_to_num(), decoded(table.values, widths).nan_to_num())
 
 
 @pytest.mark.parametrize(
@@ -208,10 +208,10 @@ def test_few_rows_of_a_width_are_stored_in_more_bits(
     ids=["one value", "several", "sums beyond f32", "half", "beyond f32"],
 )
 def test_importance(states: Tensor, expected: list[float]) -> None:
-    before = states.clone()
-    found = row_widths.importance(states, 0.5)
-    assert torch.allclose(found, torch.tensor(expected), equal_nan=True)
-    assert found.dtype == torch.float32 and same(states, before)
+    copy = states.clone()
+    importances = row_widths.importance(states, 0.5)
+    assert torch.allclose(importances, torch.tensor(expected), equal_nan=True)
+    assert importances.dtype == torch.float32 and same(states, copy)
 
 
 @pytest.mark.parametrize("shape", [(0,), (0, 4)])

@@ -87,10 +87,10 @@ def forms_of(*manifests: Manifest) -> set[tuple[int | None, str | None]]:
     return {(c.bits, c.scheme) for m in manifests for c in m.chunks if c.table is not None}
 
 
-def same(found: Tensor | None, wanted: Tensor) -> bool:
+def same(values: Tensor | None, expected_values: Tensor) -> bool:
     """Bit for bit, but for the payloads of NaN."""
-    assert found is not None and found.dtype == wanted.dtype
-    return torch.equal(found.nan_to_num(9.0), wanted.nan_to_num(9.0))
+    assert values is not None and values.dtype == expected_values.dtype
+    return torch.equal(values.nan_to_num(9.0), expected_values.nan_to_num(9.0))
 
 
 def test_a_chain(run: Run, expected: tuple[Tensor, tuple[Tensor, ...]]) -> None:
@@ -107,7 +107,7 @@ def test_a_chain(run: Run, expected: tuple[Tensor, tuple[Tensor, ...]]) -> None:
 def test_a_merge_moves_codes(run: Run, links: int | None) -> None:
     """Each row has the codes and parameters that it had, so no merge rounds a row again."""
     newest = run.manifest(STEPS[-1], 1)
-    before, _ = restored(run, newest)
+    state_before, _ = restored(run, newest)
     parts_before = _codes(run, chain_of(run, newest))
     merge(run, newest, links)
     merged = chain_of(run, newest)
@@ -115,10 +115,10 @@ def test_a_merge_moves_codes(run: Run, links: int | None) -> None:
     assert len(merged) == (1 if links is None else len(STEPS) - links + 1)
     assert _codes(run, merged) == parts_before
     after, _ = restored(run, newest)
-    require_same(before, after)
+    require_same(state_before, after)
     if len(merged) > 1:
         merge(run, newest, len(merged))
-        require_same(before, restored(run, newest)[0])
+        require_same(state_before, restored(run, newest)[0])
     assert at(run, STEPS[-1], "full").passed
 
 
@@ -159,8 +159,8 @@ def test_other_shapes_and_other_numbers_of_ranks(
             for columns in (range(0, 8), range(3, 6)):
                 part = empty_part(table, range(first, stop), columns)
                 restore(run, PartsTarget([part]))
-                wanted = expected[0][first:stop, columns.start : columns.stop]
-                assert same(part.values, wanted)
+                expected_part = expected[0][first:stop, columns.start : columns.stop]
+                assert same(part.values, expected_part)
 
 
 def test_parts_of_a_run(run: Run, expected: tuple[Tensor, tuple[Tensor, ...]]) -> None:
@@ -235,10 +235,10 @@ def test_a_follower_takes_a_full_and_increments(
     for step, key, manifest in zip(STEPS, keys, manifests, strict=True):
         run.store.put(key, manifest)
         assert follower.poll()
-        wanted, _ = restored(run, run.manifest(step, 1))
+        whole, _ = restored(run, run.manifest(step, 1))
         with follower.reading() as version:
             ids = torch.randperm(400, generator=torch.Generator().manual_seed(step))
             assert version.step == step
-            assert same(version.lookup("items", ids), wanted.tables["items"].values[ids])
-    assert same(wanted.tables["items"].values, expected[0])
+            assert same(version.lookup("items", ids), whole.tables["items"].values[ids])
+    assert same(whole.tables["items"].values, expected[0])
     assert follower.status.increments_applied == len(STEPS) - 1

@@ -165,13 +165,13 @@ def _of_piece(piece: Table) -> Tensor:
 def test_increments_merge_without_loss_and_never_into_a_full(run: Run) -> None:
     chain = Chain(run, table_of(), links=4)
     newest = chain.made[-1]
-    before = restored(run, newest)[0]
+    state_before = restored(run, newest)[0]
     assert merge(run, newest, 2).key.endswith("-after-000000000030.json")
-    require_same(restored(run, newest)[0], before)
+    require_same(restored(run, newest)[0], state_before)
     assert merge(run, newest).key.endswith("-after-000000000010.json")  # asks for the most
     full, increment = chain_of(run, newest)
     assert increment.base == increment.parent == full.ref == chain.made[0].ref
-    require_same(restored(run, newest)[0], before)
+    require_same(restored(run, newest)[0], state_before)
     plan = plan_consolidation(run, name_of(newest))
     assert not plan.needed and "residuals" in plan.reason
     chain.add(5)  # the trainer knows nothing of merges
@@ -193,9 +193,9 @@ class Beside:
 
 def test_a_base_beside_the_chain_is_read(run: Run) -> None:
     made = Beside(run)
-    found = resolve_chain(run, name_of(made.newest))
-    assert [manifest.kind for manifest in found.manifests] == ["full", "increment"]
-    assert found.manifests[0].step == 20 and found.beside == made.chain.made[0]
+    resolved = resolve_chain(run, name_of(made.newest))
+    assert [manifest.kind for manifest in resolved.manifests] == ["full", "increment"]
+    assert resolved.manifests[0].step == 20 and resolved.beside == made.chain.made[0]
     require_rows(run, made.newest, made.chain.rows[-1])
 
 
@@ -287,8 +287,8 @@ def test_the_bound_of_a_residual_is_that_of_its_own_scale() -> None:
     rows = base + 0.01 * torch.randn(40, DIM, generator=random)
     rows[7] = base[7]  # a residual of zeros
     spec = Table("items", rows).spec
-    found = compare(spec, TrainedRows(rows, ()), decoded_of(rows, base, 3))
-    assert found.differences == [] and 0.5 < found.worst <= 1
+    comparison = compare(spec, TrainedRows(rows, ()), decoded_of(rows, base, 3))
+    assert comparison.differences == [] and 0.5 < comparison.worst <= 1
     # A code that is off by one exceeds the bound, although it is small beside the row's range.
     wrong = decoded_of(rows, base, 3)
     assert wrong.scale is not None

@@ -96,8 +96,8 @@ def test_without_a_price_a_row_has_no_error() -> None:
 @every("importance", [NAN, -NAN, INF, -INF, -1.0, -1e-45])
 def test_an_importance_that_is_none_keeps_the_row_exact(importance: float) -> None:
     rows = torch.randn(3, 16)
-    given = torch.tensor([1e-9, importance, 1e-9])
-    assert allocate(rows, given, 1e-3).tolist() == [2, EXACT, 2]
+    importances = torch.tensor([1e-9, importance, 1e-9])
+    assert allocate(rows, importances, 1e-3).tolist() == [2, EXACT, 2]
 
 
 @every("row", [[NAN, 1.0], [INF, 1.0], [0.0, -0.0], [3.4e38, -3.4e38], [0.0, 1e-40]])
@@ -189,7 +189,7 @@ def test_the_bits_of_rows() -> None:
 
 def test_arguments_that_do_not_fit_are_refused() -> None:
     rows, importance = torch.zeros(2, 4), torch.zeros(2)
-    for given, weights, price, what in [
+    for matrix, weights, price, what in [
         (rows.double(), importance, 1.0, "rows: dtype"),
         (rows[0], importance, 1.0, "rows: shape"),
         (rows.t(), importance, 1.0, "contiguous"),
@@ -202,6 +202,6 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
         (torch.zeros(2, 4, device="meta"), importance, 1.0, "rows: device meta, expected cpu"),
     ]:
         with pytest.raises(ValueError, match=what):
-            allocate(given, weights, price)
+            allocate(matrix, weights, price)
     with pytest.raises(ValueError, match="exact_bits: 0"):
         allocate(rows, importance, 1.0, exact_bits=0)

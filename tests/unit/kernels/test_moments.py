@@ -69,9 +69,9 @@ def test_an_error_is_within_the_bound(octaves: float) -> None:
 def test_the_step_follows_the_range_of_the_row(octaves: float, shift: int) -> None:
     torch.manual_seed(2)
     rows = torch.exp2(torch.rand(500, 32) * octaves - 20)
-    found = shifts_of(encode(rows).grids)
-    assert int(found.max()) == shift and int(found.min()) >= LEAST_SHIFT
-    assert octaves == 0.0 or int(found.median()) == shift
+    shifts = shifts_of(encode(rows).grids)
+    assert int(shifts.max()) == shift and int(shifts.min()) >= LEAST_SHIFT
+    assert octaves == 0.0 or int(shifts.median()) == shift
 
 
 @pytest.mark.parametrize("octaves", [0.0, 3.0, 40.0, 270.0])

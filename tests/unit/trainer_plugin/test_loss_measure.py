@@ -287,11 +287,11 @@ def test_a_use_that_cannot_be_replaced_is_refused(
 ) -> None:
     seed_everything(2)
     model = Recommender()
-    before = model.users.weight.detach().clone()
+    weight_before = model.users.weight.detach().clone()
     with pytest.raises(SettingsError, match="'users'") as refused:
         measure(model, None, of, tables_of(model))
     assert found in str(refused.value)
-    assert torch.equal(model.users.weight, before)
+    assert torch.equal(model.users.weight, weight_before)
 
 
 @pytest.mark.parametrize(

@@ -71,11 +71,11 @@ def test_a_price_is_used_only_while_its_own_bounds_held(costs: list[float], seed
 def test_eight_bits_are_stored_until_a_lower_price_holds_again() -> None:
     search = PriceSearch(INCREASE, lambda: 1e-5)
     measured(search, in_proportion(1.0), 800)
-    before = search.price
-    assert before is not None
+    price_before = search.price
+    assert price_before is not None
     prices = measured(search, in_proportion(64.0), 1_200, seed=1)  # the model has changed
     assert None in prices
-    assert search.price is not None and search.price < before
+    assert search.price is not None and search.price < price_before
     assert 64.0 * search.price <= INCREASE
 
 
@@ -103,11 +103,11 @@ def test_errors_that_all_raise_the_loss_lower_the_price() -> None:
     for _ in range(40):
         search.add(LossPair(loss=0.5, even=0.0, odd=0.0))
     assert search.trial_price is not None
-    before = search.trial_price
+    price_before = search.trial_price
     for number in range(12):
         odd = 0.5 * (4 + 0.01 * (number % 3)) * INCREASE
         search.add(LossPair(loss=0.5, even=0.6 * INCREASE * (number % 2), odd=odd))
-    assert search.trial_price < before
+    assert search.trial_price < price_before
 
 
 def test_an_undecided_trial_ends() -> None:
@@ -123,9 +123,9 @@ def test_an_undecided_trial_ends() -> None:
 
 
 @given(st.integers(0, 300), st.integers(1, 60))
-def test_a_restart_goes_on_where_training_was(before: int, after: int) -> None:
+def test_a_restart_goes_on_where_training_was(price_before: int, after: int) -> None:
     search, restarted = (PriceSearch(INCREASE, lambda: 1e-6) for _ in range(2))
-    measured(search, in_proportion(2.0), before)
+    measured(search, in_proportion(2.0), price_before)
     state = search.state_dict()
     restarted.load_state_dict(json.loads(json.dumps(state)))
     assert restarted.state_dict() == state

@@ -68,8 +68,8 @@ def test_every_increment_has_residuals_that_validate(place: Place, policy: str) 
         kinds.add(manifest.kind)
         expected = {"asymmetric"} if manifest.kind == "full" else {"residual"}
         assert schemes(manifest) == expected
-        found = validate(run_of(place), name, level="full")
-        assert (found.result, found.findings) == ("passed", ())
+        validated = validate(run_of(place), name, level="full")
+        assert (validated.result, validated.findings) == ("passed", ())
     assert kinds == {"full", "increment"}
 
 
