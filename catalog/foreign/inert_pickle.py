@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import pickletools
 import struct
 import zlib
 from collections import OrderedDict
@@ -146,6 +147,7 @@ def unpickled(
             expected=f"at most {MOST_PICKLE_BYTES} bytes beside the tensors",
         )
     try:
+        _require_small_memo(content)
         return _Unpickler(content, {**_CONTAINERS, **(makers or {})}, persistent).load()
     except (
         pickle.UnpicklingError,
@@ -161,6 +163,28 @@ def unpickled(
         raise malformed(
             path, found=f"a pickle that cannot be read: {error}"[:300], expected="a whole pickle"
         ) from error
+
+
+#: The operations of a pickle that note an object under a number of its own choice.
+_NOTES: Final = frozenset({"PUT", "BINPUT", "LONG_BINPUT"})
+
+
+def _require_small_memo(content: bytes) -> None:
+    """Refuse a pickle that numbers its objects otherwise than one by one, and one that is cut off.
+
+    Python's unpickler makes room for as many objects as the largest number says: one damaged byte
+    of a small file can ask for 60 GB.
+
+    Raises:
+        ValueError: names the place.
+    """
+    noted = 0
+    for operation, number, place in pickletools.genops(content):
+        if operation.name in _NOTES:
+            noted += 1
+            # Picklers count from 0, or from 1.
+            if not isinstance(number, int) or number > noted:
+                raise ValueError(f"object {noted} is noted as number {number} at byte {place}")
 
 
 class UnreadableTensor(NamedTuple):

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_distribut
 
 from recpoint.catalog.foreign import contents
 from recpoint.catalog.foreign.contents import ForeignCheckpoint
+from recpoint.catalog.foreign.inert_pickle import unpickled
 from recpoint.catalog.foreign.names import EntryNames
 from recpoint.catalog.foreign.recognize import is_foreign, open_foreign
 from recpoint.errors import ForeignObject, MalformedObject, ObjectNotFound
@@ -235,6 +236,15 @@ def test_any_changed_byte_is_read_or_refused(write: Any, tmp_path: Path) -> None
                 refused += 1
         file.write_bytes(content)
     assert refused > 5  # most bytes are those of tensors
+
+
+def test_a_pickle_cannot_ask_for_room_for_objects_that_it_does_not_have(tmp_path: Path) -> None:
+    content = pickle.dumps([1, "abc", (2, "d")], protocol=2)
+    place = content.index(b"q")  # notes an object under the number that is the next byte
+    damaged = content[:place] + b"r" + (1 << 20).to_bytes(4, "little") + content[place + 2 :]
+    assert unpickled(content, tmp_path / "a") == [1, "abc", (2, "d")]
+    with pytest.raises(MalformedObject, match="object 1 is noted as number 1048576"):
+        unpickled(damaged, tmp_path / "a")
 
 
 def test_pickles_with_any_changed_byte_are_read_or_refused(tmp_path: Path) -> None:
