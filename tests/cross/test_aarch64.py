@@ -83,8 +83,8 @@ def _write_calls(file: BinaryIO) -> int:
         importance = torch.logspace(-2, 6, len(rows))
         prices = torch.tensor(allocation.prices(dim, 0.1, 32), dtype=torch.float64)
         widths = allocation_reference.allocate(rows, importance, 0.1)
-        given = [rows, importance, prices]
-        count += _write(file, "allocate", [len(rows), dim], [], given, [widths])
+        arrays = [rows, importance, prices]
+        count += _write(file, "allocate", [len(rows), dim], [], arrays, [widths])
         ids = torch.randperm(1000)[: len(rows)]
         digest = np.array([row_digest.digest(rows, ids)], np.uint64)
         count += _write(file, "digest", [len(rows), 4 * dim], [], [rows, ids], [digest])

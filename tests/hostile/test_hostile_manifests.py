@@ -321,8 +321,8 @@ def test_rows_copied_ahead_are_of_one_part_only() -> None:
 
 
 def test_a_measured_loss_is_optional() -> None:
-    found = unpack(envelope(changed("loss", LOSS))).loss
-    assert found is not None and found.model_dump() == LOSS
+    measured_loss = unpack(envelope(changed("loss", LOSS))).loss
+    assert measured_loss is not None and measured_loss.model_dump() == LOSS
     assert b'"loss"' not in pack_record(unpack(envelope(body())))
 
 

@@ -314,8 +314,8 @@ def test_a_checkpoint_of_many_widths_says_how_many_rows_have_which() -> None:
     mixed = WidthMix(mean_bits=2.345, row_shares=(("2", 0.8), ("8", 0.19), ("exact", 0.01)))
     (*_, notes) = texts.checkpoint_row(facts(1, widths=mixed))
     assert notes == "2.35 bits a value (of the rows, 80.0% in 2, 19.0% in 8, 1.0% exact)"
-    one = WidthMix(mean_bits=4.0, row_shares=(("4", 1.0),))
-    assert "bits" not in texts.checkpoint_row(facts(1, widths=one))[-1]
+    one_width = WidthMix(mean_bits=4.0, row_shares=(("4", 1.0),))
+    assert "bits" not in texts.checkpoint_row(facts(1, widths=one_width))[-1]
 
 
 def test_rows_have_a_cell_for_each_heading() -> None:

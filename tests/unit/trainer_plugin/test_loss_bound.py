@@ -386,9 +386,9 @@ def test_what_cannot_be_measured_is_refused_by_name(place: Place) -> None:
 
 def test_tables_of_other_optimizers_may_be_named(place: Place) -> None:
     def two(model: Ranker) -> list[torch.optim.Optimizer]:
-        others = [p for name, p in model.named_parameters() if not name.startswith("items")]
+        dense = [p for name, p in model.named_parameters() if not name.startswith("items")]
         return [
-            torch.optim.Adagrad(others),
+            torch.optim.Adagrad(dense),
             torch.optim.SGD(model.items.parameters(), lr=0.1),
         ]
 

@@ -158,18 +158,19 @@ def test_each_way_to_look_rows_up_is_measured(way: str, ids_dtype: torch.dtype) 
 def test_a_scripted_and_a_compiled_model_are_measured() -> None:
     torch.manual_seed(5)
     ids = torch.tensor([[3, 7, 39], [0, 3, 20]])
-    plain = nn.Sequential(nn.Embedding(40, 4), nn.Linear(4, 2))
+    table = nn.Embedding(40, 4)
+    plain = nn.Sequential(table, nn.Linear(4, 2))
 
     def of(model: nn.Module, ids: Tensor) -> Tensor:
         loss: Tensor = (model(ids) ** 2).sum()
         return loss
 
     expected = measure(plain, ids, of, tables_of(plain))
-    compiled = torch.compile(plain, backend="eager")
+    compiled: Any = torch.compile(plain, backend="eager")
     compiled(ids)  # has a graph now
-    assert measure(compiled, ids, of, tables_of(plain)) == expected  # type: ignore[arg-type]
-    scripted = torch.jit.script(plain)
-    assert measure(scripted, ids, of, [rounded("0", plain[0].weight)]) == expected  # type: ignore[arg-type]
+    assert measure(compiled, ids, of, tables_of(plain)) == expected
+    scripted: Any = torch.jit.script(plain)
+    assert measure(scripted, ids, of, [rounded("0", table.weight)]) == expected
 
 
 def test_a_batch_that_looks_nothing_up_costs_nothing() -> None:
@@ -312,13 +313,13 @@ def test_a_function_that_trains_is_refused() -> None:
     seed_everything(2)
     model, batch = Recommender(), batch_of(1)
 
-    def steps(model: nn.Module, batch: Batch) -> Tensor:
-        model.top.weight.mul_(0.5)  # type: ignore[union-attr, operator]
+    def steps(_: nn.Module, batch: Batch) -> Tensor:
+        model.top.weight.mul_(0.5)
         return torch.tensor(1.0)
 
-    def passes_back(model: nn.Module, batch: Batch) -> Tensor:
+    def passes_back(_: nn.Module, batch: Batch) -> Tensor:
         with torch.enable_grad():
-            loss = model.top(torch.ones(2, 12)).sum()  # type: ignore[operator]
+            loss: Tensor = model.top(torch.ones(2, 12)).sum()
             loss.backward()
         return torch.tensor(1.0)
 
