@@ -16,6 +16,7 @@ from recpoint.catalog.overview.overview import (
 )
 from recpoint.catalog.run.pins import pinned_text
 from recpoint.catalog.staging.trainer_note import BEAT_SECONDS
+from recpoint.dashboards.loss_texts import loss_note, loss_text
 from recpoint.dashboards.terminal import shown
 from recpoint.dashboards.watched_runs import RunView, WatchedRun
 from recpoint.format.retention_records import Plan
@@ -83,7 +84,7 @@ FIGURES = (
 )
 FIELDS = (
     *("Written, of full fp32 checkpoints", "Chain", "Last validation", "Checkpoints", "Trainer"),
-    *("Clocks", "Retention"),
+    *("Clocks", "Retention", "Cost of rounding"),
 )
 
 
@@ -384,7 +385,18 @@ def field_texts(overview: RunOverview) -> dict[str, str]:
         FIELDS[4]: _trainer_text(overview),
         FIELDS[5]: plain(overview.lag.clock_note) or "agree",
         FIELDS[6]: unplanned if overview.plan is None else "",
+        FIELDS[7]: _rounding_text(overview.newest),
     }
+
+
+def _rounding_text(newest: CheckpointFacts | None) -> str:
+    """Return what rounding costs in loss, and the widths that it gives; empty: not measured."""
+    if newest is None or newest.loss is None:
+        return ""
+    text, widths = loss_text(newest.loss), newest.widths
+    if widths is not None:
+        text += f" Step {newest.step:,} has {widths_text(widths.mean_bits, widths.row_shares)}."
+    return text
 
 
 def _trainer_text(overview: RunOverview) -> str:
@@ -418,6 +430,8 @@ def checkpoint_row(checkpoint: CheckpointFacts) -> tuple[str, ...]:
     widths = checkpoint.widths
     if widths is not None and not widths.is_one_width:
         notes.append(widths_text(widths.mean_bits, widths.row_shares))
+    if checkpoint.loss is not None:
+        notes.append(loss_note(checkpoint.loss))
     validation = NONE if checkpoint.validation is None else str(checkpoint.validation)
     if checkpoint.error is not None:
         notes.insert(0, plain(checkpoint.error))

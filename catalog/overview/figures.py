@@ -21,7 +21,7 @@ from recpoint.catalog.run.chain import Chain
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.run.validations import Verdict
 from recpoint.errors import RecpointError
-from recpoint.format.manifest import CacheUse, CopiedAhead, Manifest
+from recpoint.format.manifest import CacheUse, CopiedAhead, Manifest, MeasuredLoss
 from recpoint.format.records import EndRecord
 
 __all__ = [
@@ -62,6 +62,7 @@ class ManifestFigures(NamedTuple):
     copied_ahead: CopiedAhead | None
     cache: CacheUse | None
     widths: WidthMix | None
+    loss: MeasuredLoss | None
     error: str | None
 
 
@@ -82,13 +83,15 @@ def kept(manifest: Manifest) -> ManifestFigures:
         copied_ahead=manifest.copied_ahead,
         cache=manifest.cache,
         widths=width_mix(manifest.chunks, manifest.tables),
+        loss=manifest.loss,
         error=None,
     )
 
 
 def unreadable(error: RecpointError) -> ManifestFigures:
     """Return the figures to keep of an unreadable manifest."""
-    return ManifestFigures("full", 0, 0, 0, 0, 0, 0, 0, None, None, None, None, None, str(error))
+    nothing = (None, None, None, None, None, None)
+    return ManifestFigures("full", 0, 0, 0, 0, 0, 0, 0, *nothing, str(error))
 
 
 def state_of(read: ManifestFigures, verdict: Verdict | None) -> State:

@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 from recpoint.catalog.overview.width_mix import WidthMix
 from recpoint.catalog.run.validations import Verdict
 from recpoint.catalog.staging.agent_trouble import AgentTrouble
-from recpoint.format.manifest import CacheUse, CopiedAhead
+from recpoint.format.manifest import CacheUse, CopiedAhead, MeasuredLoss
 from recpoint.format.retention_records import Plan
 from recpoint.format.servers import AllServers
 
@@ -95,6 +95,7 @@ class CheckpointFacts:
         copied_ahead: rows and bytes copied before its stall and in it; None: none was before.
         cache: what the cache of the trainer's tables did before it; None: no table was in a cache.
         widths: widths of the rows that it stores; None: it stores none.
+        loss: what rounding costs in loss, as its trainer had measured; None: it measured none.
         error: what is wrong with its manifest; the other figures are then 0 or None.
     """
 
@@ -121,6 +122,7 @@ class CheckpointFacts:
     copied_ahead: CopiedAhead | None = None
     cache: CacheUse | None = None
     widths: WidthMix | None = None
+    loss: MeasuredLoss | None = None
     error: str | None = None
 
 

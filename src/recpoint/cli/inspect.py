@@ -46,6 +46,7 @@ from recpoint.cli.reporting import (
 from recpoint.dashboards import terminal
 from recpoint.dashboards.catalog_watch import current_watch
 from recpoint.dashboards.lag import RunLag, lag_views
+from recpoint.dashboards.loss_texts import loss_text
 from recpoint.dashboards.terminal import Listed
 from recpoint.errors import ChainError, FormatError, ObjectNotFound, RecpointError
 from recpoint.format.manifest import Manifest, MeasuredLoss, StateBits
@@ -525,6 +526,8 @@ def show(
         fields.append(("precision", terminal.decision_text(manifest.history.precision)))
     if manifest.quantized_by:
         fields.append(("quantized by", manifest.quantized_by))
+    if manifest.loss is not None:
+        fields.append(("cost of rounding", loss_text(manifest.loss)))
     fields += terminal.widths_fields(manifest)
     if manifest.state_bits is not None:
         fields.append(("row states", _STATES_TEXT[manifest.state_bits]))

@@ -15,7 +15,7 @@ import torch
 from recpoint.cli import inspect
 from recpoint.dashboards.terminal import quantizer_text
 from recpoint.format.history import ChosenPrecision, History
-from recpoint.format.manifest import CopiedAhead, Quantizer
+from recpoint.format.manifest import CopiedAhead, MeasuredLoss, Quantizer
 from recpoint.format.naming import MANIFEST_KEY
 from recpoint.format.records import pack_record
 from tests.catalog_builder import UNTRAINED, build, new_run, publish, tables, upload
@@ -447,6 +447,26 @@ def test_show_tells_how_tables_were_quantized(recpoint: Invoke, tmp_path: Path) 
     shown = " ".join(recpoint("show", tmp_path / "run", "10").stdout.split())
     assert "quantized by native, 2 threads" in shown
     assert quantizer_text(quantizer) == "greedy, bins 25, ratio 0.4 (chosen on 4,096 rows)"
+
+
+def test_show_says_what_rounding_costs_in_loss(recpoint: Invoke, tmp_path: Path) -> None:
+    run = new_run(tmp_path / "run")
+    run.claim(None)
+    built = build(run, tables(bits=8), step=10, generation=1)
+    loss = MeasuredLoss(
+        increase=(1e-4).hex(),
+        price=None,
+        low=(1e-6).hex(),
+        high=(5e-5).hex(),
+        predicted=None,
+        batches=60,
+    )
+    publish(run, replace(built, manifest=built.manifest.model_copy(update={"loss": loss})))
+    assert recpoint("show", run.url, "10", "--json").json["loss"]["high"] == 5e-5
+    assert (
+        "cost of rounding Rounding all rows to 8 bits costs 0.0001% to 0.005% of the loss (95% "
+        "confidence, 60 measured batches); 0.01% is allowed."
+    ) in flat(recpoint("show", run.url, "10").stdout)
 
 
 def test_show_says_how_many_rows_of_a_table_have_which_width(

@@ -29,8 +29,9 @@ from recpoint.catalog.overview.watch import RunWatch
 from recpoint.catalog.overview.width_mix import WidthMix
 from recpoint.catalog.run.run import Run
 from recpoint.dashboards import page, server_texts, texts
+from recpoint.dashboards.loss_texts import loss_text
 from recpoint.dashboards.watched_runs import RunView, WatchedRun, WatchedRuns
-from recpoint.format.manifest import CopiedAhead
+from recpoint.format.manifest import CopiedAhead, MeasuredLoss
 from recpoint.format.naming import GENERATION_KEY, MANIFEST_KEY
 from recpoint.format.retention_records import Plan, PlannedManifest, PlannedRules, RuleBest
 from recpoint.format.servers import AllServers, ServerFacts
@@ -316,6 +317,39 @@ def test_a_checkpoint_of_many_widths_says_how_many_rows_have_which() -> None:
     assert notes == "2.35 bits a value (of the rows, 80.0% in 2, 19.0% in 8, 1.0% exact)"
     one_width = WidthMix(mean_bits=4.0, row_shares=(("4", 1.0),))
     assert "bits" not in texts.checkpoint_row(facts(1, widths=one_width))[-1]
+
+
+def test_the_cost_of_rounding_says_what_was_measured_and_what_is_allowed() -> None:
+    shown = MeasuredLoss(
+        increase=(1e-4).hex(),
+        price=(1e-9).hex(),
+        low=(-2e-6).hex(),
+        high=(8e-5).hex(),
+        predicted=(4e-5).hex(),
+        batches=312,
+    )
+    assert loss_text(shown) == (
+        "Rounding costs -0.0002% to 0.008% of the loss (95% confidence, 312 measured batches); "
+        "0.01% is allowed. Predicted are 0.004%. The price λ of a bit is 1e-09."
+    )
+    wide = shown.model_copy(update={"price": None, "predicted": None})
+    assert loss_text(wide) == (
+        "Rounding all rows to 8 bits costs -0.0002% to 0.008% of the loss (95% confidence, 312 "
+        "measured batches); 0.01% is allowed. Until a price of a bit is shown to hold, no row has "
+        "fewer than 8 bits."
+    )
+    exact = wide.model_copy(update={"high": (0.25).hex()})
+    assert loss_text(exact).endswith("That is too much, so rows are stored exactly.")
+    unknown = wide.model_copy(update={"low": None, "high": None, "batches": 1})
+    assert loss_text(unknown).startswith(
+        "What rounding costs in loss is not known after 1 measured batch; 0.01% is allowed."
+    )
+    notes = [texts.checkpoint_row(facts(1, loss=loss))[-1] for loss in (shown, exact, unknown)]
+    assert notes == [
+        "rounding costs at most 0.008% of the loss",
+        "8 bits would cost up to 25% of the loss",
+        "cost of rounding not known yet",
+    ]
 
 
 def test_rows_have_a_cell_for_each_heading() -> None:
