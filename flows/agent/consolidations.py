@@ -44,7 +44,8 @@ _LONGEST_PAUSE_SECONDS: Final = 3600.0
 _HELD_BACK: Final = "held back"
 _NEXT_OF_HELD_BACK: Final = (
     "Restores read the whole chain until the trainer takes a full checkpoint. Next: restart the "
-    "trainer with fewer bits (bits=, Precision(state=16)), so that manifests name fewer chunks"
+    "trainer with fewer bits (bits=, Precision(state=16) or 8), so that manifests name fewer "
+    "chunks"
 )
 
 

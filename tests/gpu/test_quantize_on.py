@@ -112,3 +112,26 @@ def test_both_restore_to_the_same(
     if host.methods == gpu.methods:
         assert torch.equal(host.values.view(torch.uint8), gpu.values.view(torch.uint8))
     assert bool(torch.isinf(gpu.values[7]).all())
+
+
+def test_increments_of_residuals_are_staged_as_values_wherever_fulls_are_quantized(
+    device: torch.device, tmp_path: Path
+) -> None:
+    torch.manual_seed(1)
+    first = torch.randn(ROWS, 24)
+    first[7] = float("inf")
+    stored = {}
+    places: tuple[Where, ...] = ("host", "device")
+    for where in places:
+        table = nn.Embedding.from_pretrained(first.clone().to(device), freeze=False, sparse=True)
+        precision = Precision(
+            bits=4, small_table_values=0, quantizer="asymmetric", place=where, residual=True
+        )
+        stored[where] = _trained(tmp_path / where, table, precision)
+    host, gpu = stored["host"], stored["device"]
+    assert host.codes == [False] * 3 and gpu.codes == [True, False, False]
+    assert torch.equal(host.values.view(torch.int32), gpu.values.view(torch.int32))
+    run = Run.open(open_store(str(tmp_path / "device" / "run")))
+    for number in (2, 3):
+        schemes = {chunk.scheme for chunk in run.manifest(BEFORE + number, 1).chunks}
+        assert "residual" in schemes and "asymmetric" not in schemes

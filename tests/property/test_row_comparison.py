@@ -206,8 +206,8 @@ def test_exact_rows_are_compared_bit_by_bit(at: int) -> None:
     assert compare(table, TrainedRows(values, states), same) == ([], 0.0)
     same.values.view(torch.int32)[2, at] ^= 1
     same.row_states[0][3] += 1
-    found = compare(table, TrainedRows(values, states), same).differences
-    assert [(d.position, d.what, d.bound) for d in found] == [
+    differences = compare(table, TrainedRows(values, states), same).differences
+    assert [(d.position, d.what, d.bound) for d in differences] == [
         (2, f"values[{at}]", ""),
         (3, "row state s0", ""),
     ]
@@ -223,5 +223,6 @@ def test_rounded_row_states_are_those_of_the_rule() -> None:
     for column in range(8):
         other = rounded.clone()
         other.view(torch.int16)[1, column] += 1
-        found = compare(table, exact, exactly(values, (other.float(),), ("BF16",))).differences
-        assert [(d.position, d.what) for d in found] == [(1, f"row state s0[{column}]")]
+        narrow = exactly(values, (other.float(),), ("BF16",))
+        differences = compare(table, exact, narrow).differences
+        assert [(d.position, d.what) for d in differences] == [(1, f"row state s0[{column}]")]

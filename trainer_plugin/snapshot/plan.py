@@ -212,6 +212,7 @@ class CutTable:
             codes=False,
             scattered=True if self.at_servers else None,
             residual=True if self.residual else None,
+            allocation=self.allocation,
         )
 
 

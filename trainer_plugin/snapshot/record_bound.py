@@ -23,6 +23,7 @@ from recpoint.trainer_plugin.ranks.agreement import RecordNeeds
 from recpoint.trainer_plugin.ranks.ranks import Ranks
 from recpoint.trainer_plugin.snapshot.cut import Cutter
 from recpoint.trainer_plugin.snapshot.live_tables import LiveTable
+from recpoint.trainer_plugin.snapshot.squared_states import squared_states
 
 __all__ = ["RecordBound"]
 
@@ -42,18 +43,19 @@ class _Narrower(NamedTuple):
 
     def __str__(self) -> str:
         if self.bits is None:
-            return "bits=Precision(state=16)"
+            return f"bits=Precision(state={self.state_bits})"
         if self.state_bits is None:
             return f"bits={self.bits}"
-        return f"bits=Precision(bits={self.bits}, state=16)"
+        return f"bits=Precision(bits={self.bits}, state={self.state_bits})"
 
     def of(self, table: StagedTable) -> StagedTable:
         """Return the table as it is staged with this setting."""
         changes: dict[str, object] = {}
         if self.bits is not None and self.bits < table.bits:
             changes |= {"bits": self.bits, "allocation": None}
-        if self.state_bits is not None and table.state_bits is None:
-            changes["state_bits"] = self.state_bits
+        if self.state_bits is not None and self.state_bits < (table.state_bits or 32):
+            moments = squared_states(table.spec) if self.state_bits == 8 else None
+            changes |= {"state_bits": self.state_bits, "second_moments": moments}
         return table.model_copy(update=changes)
 
 
@@ -61,15 +63,17 @@ _AS_SET: Final = _Narrower(None, None)
 #: What a person can change, from the least change on.
 _NARROWER: Final = (
     _Narrower(None, 16),
+    _Narrower(None, 8),
     *(_Narrower(bits, None) for bits in sorted(CODE_BITS, reverse=True)),
     _Narrower(min(CODE_BITS), 16),
+    _Narrower(min(CODE_BITS), 8),
 )
 #: What helps otherwise. Each part stores a chunk or more of each table of which it has rows.
 _FEWER: Final = (
     "train fewer tables, for instance one for several features, or on fewer ranks and embedding "
     "servers: each of these names a chunk or more of each table of which it has rows"
 )
-_OR_FEWER: Final = f"store fewer bits: bits=, Precision(state=16). Or {_FEWER}"
+_OR_FEWER: Final = f"store fewer bits: bits=, Precision(state=16) or 8. Or {_FEWER}"
 #: Stands for a size that is known only to be too large.
 _TOO_LARGE: Final = 1 << 40
 

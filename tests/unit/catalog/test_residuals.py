@@ -10,7 +10,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from recpoint import Follower
+from recpoint import Follower, restore_parts
 from recpoint.catalog.check.check import check
 from recpoint.catalog.check.rows import DecodedRows, TrainedRows, compare
 from recpoint.catalog.consolidate.plan import plan_consolidation
@@ -25,7 +25,7 @@ from recpoint.catalog.run.run import Run
 from recpoint.errors import MalformedObject, MissingLink
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import MANIFEST_KEY
-from recpoint.kernels import quantize
+from recpoint.kernels import dirty_bitmap, quantize
 from tests.catalog_builder import Table, build, new_run, publish
 from tests.consolidation import chain_of, merge, name_of, require_same, restored
 from tests.followed_run import Trainer, require
@@ -253,6 +253,56 @@ def test_a_follower_reads_the_base_with_each_update(tmp_path: Path) -> None:
             assert follower.poll()
             require(follower, trainer, step)
         assert follower.status.fulls_applied == 1
+
+
+@pytest.mark.parametrize("quantized", [False, True], ids=["decoded", "codes"])
+@pytest.mark.parametrize("from_base", [False, True], ids=["on the newest", "on the full"])
+def test_a_request_keeps_its_version_while_residuals_make_the_next(
+    tmp_path: Path, quantized: bool, from_base: bool
+) -> None:
+    """A follower has two versions: residuals go into the copy that requests do not read."""
+    run = new_run(tmp_path)
+    run.claim(None)
+    trainer = Trainer(run, [table_of()])
+    full = trainer.commit(10)
+    trainer.tables[0].base = trainer.at[10][0].clone()
+    follower = Follower(run.url, quantized=quantized, reader_wait_seconds=0.0)
+    ids = torch.arange(ROWS)
+    assert follower.poll()
+    for step in (20, 30, 40):
+        with follower.reading() as version:
+            served = version.lookup("items", ids).clone()
+            trainer.commit(step, parent=full if from_base else None)
+            assert follower.poll()
+            assert version.step == step - 10
+            assert torch.equal(version.lookup("items", ids), served)
+        require(follower, trainer, step)
+
+
+def test_parts_of_a_table_have_the_sums(run: Run) -> None:
+    chain = Chain(run, table_of())
+    for first, count in ((0, ROWS), (13, 21), (ROWS - 1, 1)):
+        sums, values = torch.zeros(count), torch.full((count, DIM - 2), -7.0)
+        part = TablePart(
+            table="items",
+            values=values,
+            first_row=first,
+            first_column=1,
+        )
+        restore_parts(run.url, [part])
+        assert torch.equal(values, chain.rows[-1][first : first + count, 1 : DIM - 1])
+        changed = dirty_bitmap.new(count)
+        whole = torch.full((count, DIM), -7.0)
+        states = {"state0": sums}
+        part = TablePart(
+            table="items", values=whole, row_states=states, first_row=first, changed=changed
+        )
+        restore_parts(run.url, [part])
+        assert torch.equal(whole, chain.rows[-1][first : first + count])
+        assert torch.equal(sums, chain.table.states[0][first : first + count])
+        marked = dirty_bitmap.collect(changed, rows=count) + first
+        moved_rows = (chain.rows[-1] != chain.rows[0]).any(dim=1).nonzero().flatten()
+        assert set(marked.tolist()) >= set(moved_rows.tolist()) & set(range(first, first + count))
 
 
 @pytest.mark.parametrize(("dtype", "kind"), [("F64", "increment"), ("F32", "full")])

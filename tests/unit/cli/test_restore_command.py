@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import warnings
@@ -162,6 +163,52 @@ def test_restore_one_table_as_a_frame(
     states = ["state0.0", "state0.1", "state0.2", "state1"]
     assert list(frame.columns) == ["row", "value.0", "value.1", "value.2", *states]
     assert np.array_equal(values_of(frame, 3), saved_run.newest["items"].numpy())
+
+
+def loaded(path: Path) -> dict[str, torch.Tensor]:
+    """Return what a restore has written, by name."""
+    if path.suffix == ".pt":
+        model: dict[str, torch.Tensor] = torch.load(path, weights_only=True)
+        return model
+    if path.suffix == ".dcp":
+        names = FileSystemReader(path).read_metadata().state_dict_metadata
+        sizes: Any = names
+        state = {
+            name: torch.empty(sizes[name].size, dtype=sizes[name].properties.dtype)
+            for name in names
+        }
+        load_dcp(path, state)
+        return state
+    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+    return {name: rows for file in files for name, rows in load_file(file).items()}
+
+
+@pytest.mark.parametrize("file", ["all.pt", "all.safetensors", "all.dcp", "all"])
+def test_rows_that_are_stored_as_residuals_are_written_as_sums(
+    recpoint: Invoke, tmp_path: Path, file: str
+) -> None:
+    residuals = Path(__file__).parents[2] / "golden" / "residuals"
+    run, path = shutil.copytree(residuals / "run", tmp_path / "run"), tmp_path / file
+    if not path.suffix:
+        path.mkdir()
+    assert recpoint("restore", run, "--to", path).code == 0
+    expected_bits = json.loads((residuals / "expected.json").read_text())
+    restored_rows = loaded(path)
+    prefix = "model." if path.suffix == ".dcp" else ""
+    assert restored_rows.keys() == {f"{prefix}{name}.weight" for name in expected_bits}
+    for name, bits in expected_bits.items():
+        rows = restored_rows[f"{prefix}{name}.weight"]
+        word = torch.int16 if rows.dtype == torch.bfloat16 else torch.int32
+        assert rows.view(word).tolist() == bits
+
+
+def test_residuals_in_a_frame_are_sums(recpoint: Invoke, tmp_path: Path) -> None:
+    residuals = Path(__file__).parents[2] / "golden" / "residuals"
+    run, path = shutil.copytree(residuals / "run", tmp_path / "run"), tmp_path / "rows.parquet"
+    assert recpoint("restore", run, "--table", "of_3_bits", "--to", path).code == 0
+    rows = np.array(json.loads((residuals / "expected.json").read_text())["of_3_bits"], np.int32)
+    frame = pandas.read_parquet(path)
+    assert np.array_equal(values_of(frame, rows.shape[1]).view(np.int32), rows)
 
 
 def test_restore_an_older_step_and_a_superseded_one(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -32,10 +33,13 @@ from recpoint.embeddings.server.processes import servers
 from recpoint.embeddings.server.server import EmbeddingServer
 from recpoint.embeddings.server.tcp import TcpServer, TcpTransport
 from recpoint.errors import SettingsError
-from recpoint.format.manifest import Manifest
+from recpoint.format.job import Allocation
+from recpoint.format.manifest import Manifest, MeasuredLoss
 from recpoint.trainer_plugin.snapshot import record_bound
-from tests.cached_training import plain_model, rows_of_plain
+from recpoint.trainer_plugin.snapshot.live_tables import LiveTable
+from tests.cached_training import Rows, plain_model, rows_of_plain
 from tests.combinations import combinations
+from tests.mixed_table import a_chunk_for_each_width
 from tests.polling import until
 from tests.protected_servers import protected
 from tests.several_trainers import Case, Part, alone, checkpoints_of, on_ranks, optimizers_of
@@ -100,6 +104,51 @@ def test_parts_of_servers_restore_into_any_model(place: Place, name: str, policy
     assert all(validate(run, name, level="full").passed for name in run.live_line())
     restored(place, name).same_as(expected)
     restored(place, name, MemoryHome()).same_as(expected)
+
+
+class FixedPrice:
+    """Gives the rows of tables widths by one price of a bit."""
+
+    record = MeasuredLoss(
+        increase=(1e-4).hex(), price=None, low=None, high=None, predicted=None, batches=0
+    )
+
+    def allocation(self, live: LiveTable) -> Allocation | None:
+        return (
+            Allocation(price=(2.0**-19).hex(), state=0, scale=(0.5).hex())
+            if live.row_states
+            else None
+        )
+
+    def is_exact(self, live: LiveTable) -> bool:
+        return False
+
+
+def test_each_row_that_servers_stage_has_its_own_width(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The agents of servers choose the widths that the trainer's agent chooses."""
+    a_chunk_for_each_width(monkeypatch)
+    rows: list[Rows] = []
+    widths: list[Counter[int]] = []
+    with served(3) as home:
+        for name, place_of_rows in (("trainer", None), ("servers", home)):
+            own = replace(place, staging=place.staging / name, run=place.run + name)
+            both = Both("adagrad", None if place_of_rows is None else SMALL, place_of_rows)
+            settings = _WAITS | {"at_servers": place_of_rows is not None}
+            precision = {"bits": 8, "quantizer": "asymmetric"}
+            with checkpointing(both, own, **settings, **precision) as ckpt:
+                ckpt._parts.cutter.parts._prices = FixedPrice()
+                both.train(ckpt, 12)
+            rows.append(restored(own, "adagrad").rows)
+            widths.append(Counter())
+            for manifest in manifests(own):
+                for chunk in manifest.chunks:
+                    if chunk.content == "rows":
+                        assert chunk.bits is not None and chunk.row_count is not None
+                        widths[-1][chunk.bits] += chunk.row_count
+    assert rows[1].differences(rows[0]) == []
+    assert widths[1] == widths[0] and len(widths[0]) == 3, widths
 
 
 def test_trainings_go_on_from_each_others_checkpoints(place: Place) -> None:

@@ -89,6 +89,23 @@ class TestBuild:
             ckpt.step()
         assert committed(place) == ["full"]
 
+    def test_second_moments_of_8_bits_are_named_if_16_do_not_help(
+        self, place: Place, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(plan, "CHUNK_BYTES", 1_000)
+        training = OfTables(1, 600, 16, torch.optim.Adagrad)  # 7 rows a chunk; 10 or 12 with fewer
+        for limit, state in ((20_500, 16), (18_000, 8)):
+            monkeypatch.setattr(records, "MAX_RECORD_BYTES", limit)
+            message = rf"a full of.*Next: set bits=Precision\(state={state}\), with"
+            with pytest.raises(SettingsError, match=message):
+                checkpointing(training, place)
+        ckpt = checkpointing(training, place, state=8)
+        with place.agent(), ckpt:
+            ckpt.restore()
+            training.batch()
+            ckpt.step()
+        assert committed(place) == ["full"]
+
     def test_many_tables_are_refused_and_bits_are_no_advice(
         self, place: Place, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,9 +16,12 @@ from recpoint.catalog.run.run import Run
 from recpoint.catalog.staging import job_files
 from recpoint.catalog.staging.area import StagedRun
 from recpoint.catalog.store.store import open_store
+from recpoint.embeddings.home.contract import Home
+from recpoint.embeddings.home.memory import MemoryHome
 from recpoint.errors import SettingsError
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import ManifestName
+from tests.cached_training import Rows
 from tests.training_builder import (
     Place,
     Training,
@@ -26,6 +31,8 @@ from tests.training_builder import (
     train,
     until,
 )
+from tests.unit.trainer_plugin.test_cached_checkpoints import SMALL, Both, checkpointing
+from tests.unit.trainer_plugin.test_parts_of_servers import served
 
 SETTINGS: dict[str, Any] = {"bits": 4, "residual": True, "interval_batches": 1}
 
@@ -120,6 +127,46 @@ def test_values_are_staged_wherever_rows_are_quantized(place: Place) -> None:
             ] * 2
             assert place.persist_all() == 1
             until(lambda: ckpt.stats.committed == ckpt.batches_done)
+
+
+def cached_rows(place: Place, home: str, *, restart: bool) -> Rows:
+    """Train with rows in memory, in a cache, or at servers that stage them; return the restored."""
+    settings = {"bits": 4, "residual": True, "quantizer": "asymmetric", "when_busy": "wait"}
+    settings |= {"at_servers": home == "servers", "interval_batches": 4}
+    with ExitStack() as stack:
+        rows_at: Home | None = MemoryHome() if home == "cache" else None
+        if home == "servers":
+            rows_at = stack.enter_context(served(3))
+        slots = None if rows_at is None else SMALL
+        both = Both("adagrad", slots, rows_at)
+        with checkpointing(both, place, **settings) as ckpt:
+            both.train(ckpt, 12)
+        newest = run_of(place).live_line()[0]
+        manifest = run_of(place).manifest(*newest)
+        assert manifest.kind == "increment" and "residual" in schemes(manifest)
+        assert validate(run_of(place), newest, level="full").passed
+        is_cached = restart and home == "cache"
+        again = Both("adagrad", slots if is_cached else None, MemoryHome() if is_cached else None)
+        with checkpointing(again, place, **settings | {"at_servers": False}):
+            return again.rows
+
+
+@pytest.mark.parametrize("home", ["cache", "servers"])
+def test_rows_of_a_cache_are_stored_as_those_in_memory(place: Place, home: str) -> None:
+    """The newest checkpoint restores into a model without a cache, and into one with a cache."""
+    rows = []
+    for name in ("memory", home):
+        own = replace(place, staging=place.staging / name, run=place.run + name)
+        rows.append(cached_rows(own, name, restart=False))
+    assert rows[1].differences(rows[0]) == []
+
+
+def test_residuals_restore_into_a_cache(place: Place) -> None:
+    rows = []
+    for name in ("memory", "cache"):
+        own = replace(place, staging=place.staging / name, run=place.run + name)
+        rows.append(cached_rows(own, name, restart=True))
+    assert rows[1].differences(rows[0]) == []
 
 
 def test_rows_of_a_rejected_increment_are_in_the_next_one(place: Place) -> None:
