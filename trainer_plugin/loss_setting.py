@@ -33,6 +33,11 @@ class Loss:
     often one looks, that it costs no more than `increase`. Until then all rows get 8 bits; if even
     8 bits cost more, rows are stored exactly.
 
+    Rows of increments are stored as residuals to the full of their chain, and second moments in 8
+    bits, unless `Precision(residual=False)` or `Precision(state=...)` says otherwise. Errors are
+    those of rows in a full, whose residuals cost less at the same price. What second moments in
+    fewer bits change is not measured, because no forward pass looks at them.
+
     A measurement changes nothing: neither rows, buffers, gradients and modes of modules, nor the
     global random generators. Forward hooks of the model are called in it, and what they and `of`
     change elsewhere stays changed. An error of `of` ends training at the first batch; a later one
@@ -88,7 +93,8 @@ class LossFigures:
         trial_batches: batches measured in the trial.
         predicted: cost of the trial by importances and errors alone, as many times as the newest
             cost that could be told from nothing was its prediction; None: none could.
-        widths: bits -> share of the rows that the trial gives so many; 0 bits: rows kept exactly.
+        widths: bits -> share of the rows that the trial gives so many in a full; 0 bits: rows kept
+            exactly. Residuals of an increment get fewer.
         batches: batches measured in all, also before restarts.
         measured_share: share of the time of this process's training that measurements took.
         error: why nothing is measured any more; None: all is well.

@@ -237,11 +237,13 @@ class Precision:
             a logarithmic grid of 255 values for each row. Zero and only zero is restored as zero,
             and their order stays. The relative error is at most 1/64 in a row whose values differ
             by up to a factor of 128, and twice that if the factor is squared. Other state is
-            rounded to bfloat16. State with one value for each row is always stored exactly.
+            rounded to bfloat16. State with one value for each row is always stored exactly. None: 8
+            with a `Loss` in `bits`, otherwise "lossless".
         residual: whether rows of increments are stored as their differences from what the full of
             their chain decodes to. These span less than the rows do, so that the same bits say
             more. Only for tables stored in fewer bits, but for float64. The agent reads the full
             for it, values are staged whatever `place` says, and merges leave the full as it is.
+            None: only with a `Loss` in `bits`.
 
     Raises:
         SettingsError: a value is not allowed; the message names the field.
@@ -252,8 +254,8 @@ class Precision:
     small_table_values: int = 1 << 14
     quantizer: QuantizerName = "auto"
     place: Where = "auto"
-    state: StateBits = "lossless"
-    residual: bool = False
+    state: StateBits | None = None
+    residual: bool | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.tables, Mapping):
@@ -272,8 +274,8 @@ class Precision:
             ),
             quantizer=checked_choice("Precision.quantizer", self.quantizer, QUANTIZERS),
             place=checked_choice("Precision.place", self.place, PLACES),
-            state=checked_choice("Precision.state", self.state, STATE_BITS),
-            residual=checked_flag("Precision.residual", self.residual),
+            state=checked_choice("Precision.state", self._own_state, STATE_BITS),
+            residual=checked_flag("Precision.residual", self._own_residual),
         )
         if self.residual and {self.bits, *self.tables.values()} == {"lossless"}:
             expected = "False, or fewer bits: rows that are stored exactly have no residuals"
@@ -286,6 +288,15 @@ class Precision:
         """The loss that gives each row its width; None: none does."""
         return self.bits if isinstance(self.bits, Loss) else None
 
+    @property
+    def _own_state(self) -> Any:
+        by_default = "lossless" if self.by_loss is None else 8
+        return by_default if self.state is None else self.state
+
+    @property
+    def _own_residual(self) -> Any:
+        return self.by_loss is not None if self.residual is None else self.residual
+
     def _check_by_loss(self) -> None:
         for table, bits in self.tables.items():
             if bits not in ("lossless", 8):
@@ -294,9 +305,6 @@ class Precision:
         if self.quantizer not in ("auto", "asymmetric"):
             expected = '"auto" or "asymmetric" with bits=Loss(...)'
             raise refused_setting("Precision.quantizer", self.quantizer, expected)
-        if self.residual:
-            expected = "False with bits=Loss(...), which measures rows and not residuals"
-            raise refused_setting("Precision.residual", self.residual, expected)
         if self.place == "device":
             expected = '"auto" or "host" with bits=Loss(...), whose widths the agent chooses'
             raise refused_setting("Precision.place", self.place, expected)

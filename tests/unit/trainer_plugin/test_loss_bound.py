@@ -26,13 +26,21 @@ from recpoint import (
     Timeouts,
     errors,
 )
+from recpoint.catalog.check.validate import validate
 from recpoint.catalog.persist import row_widths
+from recpoint.catalog.persist.residuals import residuals_to
+from recpoint.catalog.persist.row_widths import importance
+from recpoint.catalog.restore.order import Selection
+from recpoint.catalog.restore.restore import MemoryTarget, restore
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.store.store import open_store
 from recpoint.cli import inspect
+from recpoint.format.naming import ManifestName
+from recpoint.kernels.allocation import WIDTHS, allocate
+from recpoint.kernels.quantize import dequantize, quantize
 from recpoint.trainer_plugin.loss.meter import LossMeter
 from recpoint.trainer_plugin.loss.rounded_rows import rounded_rows
-from recpoint.trainer_plugin.settings import Settings
+from recpoint.trainer_plugin.settings import Settings, as_precision
 from recpoint.trainer_plugin.snapshot.codes import TableQuantizer
 from tests.training_builder import Place, seed_everything
 
@@ -193,6 +201,68 @@ def test_rows_get_the_widths_that_keep_the_loss_and_a_restart_goes_on(
             assert torch.equal(table.weight, expected[key])  # what was measured is what is stored
         assert abs(held_out(restored) / loss - 1) < 3 * INCREASE
         again.close(final=False)
+
+
+def test_increments_hold_residuals_that_cost_less_than_was_measured(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The widths are those of the residuals at the price that was measured on whole rows."""
+    monkeypatch.setattr(row_widths, "_CHUNK_COST_BYTES", 0)
+    model, ckpt = built(place, by_loss(), interval_batches=90)
+    weights = {"users": model.users.weight, "items": model.items.weight}
+    with place.agent(), ckpt:
+        count_seconds(ckpt)
+        ckpt.restore()
+        train(model, ckpt, 90)
+        rows_of_full = {name: weight.detach().clone() for name, weight in weights.items()}
+        train(model, ckpt, 180)
+        price = meter(ckpt)._search.price
+        assert price is not None
+        lives = {live.spec.name: live for live in meter(ckpt)._live()}
+        moments = {name: meter(ckpt)._moment(live) for name, live in lives.items()}
+    run = Run.open(open_store(place.run))
+    full, increment = (run.manifest(*name) for name in sorted(run.manifest_names()))
+    assert (full.step, increment.step) == (90, 180)
+    assert {chunk.scheme for chunk in increment.chunks if chunk.table is not None} == {"residual"}
+    for step in (90, 180):
+        validated = validate(run, ManifestName(step, full.generation), level="full")
+        assert (validated.result, validated.findings) == ("passed", ())
+    of_full, of_increment = MemoryTarget(), MemoryTarget()
+    restore(run, of_full, Selection(step=90))
+    restore(run, of_increment, Selection(step=180))
+    for name, live in lives.items():
+        rows = live.weight.detach()
+        changed_ids = (rows != rows_of_full[name]).any(dim=1).nonzero().flatten()
+        base, restored = (
+            target.tables[name].values[changed_ids] for target in (of_full, of_increment)
+        )
+        moment = moments[name]
+        assert moment is not None
+        states = live.row_states[moment.state][changed_ids]
+        residuals = residuals_to(base, rows[changed_ids])
+        weight = importance(states, moment.scale, moment.initial)
+        widths = allocate(residuals, weight, price)
+        expected = rows[changed_ids].clone()
+        for bits in WIDTHS:
+            chosen = widths == bits
+            coded = quantize(residuals[chosen], bits, half_parameters=True)
+            decoded = dequantize(coded.codes, coded.scale, coded.offset)
+            expected[chosen] = base[chosen] + decoded
+        assert torch.equal(restored, expected)
+        whole = rounded_rows(live, changed_ids, moment, price)
+        assert whole.damage is not None
+        damage = weight * (restored - rows[changed_ids]).square().sum(dim=1)
+        assert float(damage.sum()) < float(whole.damage.sum())
+        assert float(widths.float().mean()) < float(whole.widths.float().mean()) - 0.5
+
+
+def test_a_loss_has_residuals_and_small_states_unless_told_otherwise() -> None:
+    by_default = Precision(bits=by_loss())
+    assert (by_default.residual, by_default.state) == (True, 8)
+    assert as_precision(by_loss()).residual
+    told = Precision(bits=by_loss(), residual=False, state="lossless")
+    assert (told.residual, told.state) == (False, "lossless")
+    assert (Precision().residual, Precision(bits=4).state) == (False, "lossless")
 
 
 def test_training_is_the_same_whether_it_is_measured_or_not(place: Place) -> None:
@@ -410,7 +480,6 @@ def test_tables_of_other_optimizers_may_be_named(place: Place) -> None:
         ({"tables": {"users": Loss(increase=1e-4, of=loss_of)}}, "Precision.tables"),
         ({"quantizer": "refit"}, "Precision.quantizer"),
         ({"place": "device"}, "Precision.place"),
-        ({"residual": True}, "Precision.residual"),
     ),
 )
 def test_settings_that_a_loss_excludes_are_refused(settings: Any, name: str) -> None:
