@@ -36,6 +36,7 @@ NAMES = (
     "policy",
     "bytes",
     "accuracy",
+    "price_accuracy",
     "moments",
     "ranks",
     "scale",
@@ -45,6 +46,9 @@ NAMES = (
 
 #: Options of the benchmark `faults`.
 _OF_FAULTS = ("system", "fault", "places", "markdown_file")
+
+#: Options of the benchmark `price_accuracy`.
+_OF_PRICE_ACCURACY = ("minutes",)
 
 #: Options of the benchmark `cache`.
 _OF_CACHE = ("directory",)
@@ -59,7 +63,8 @@ def main(arguments: list[str]) -> int:
         print("usage: python -m benchmarks NAME [--smoke] [--plot]")
         print("       python -m benchmarks all --out DIR [--smoke] [--only NAME ...]")
         print("       python -m benchmarks faults [--system NAME] [--fault NAME] [--places N]")
-        print("       python -m benchmarks cache [--directory DIR]\n")
+        print("       python -m benchmarks cache [--directory DIR]")
+        print("       python -m benchmarks price_accuracy [--minutes N]\n")
         for name in NAMES:
             doc = importlib.import_module(f"benchmarks.{name}").__doc__ or ""
             print(f"  {name:<17} {doc.splitlines()[0]}")
@@ -72,7 +77,7 @@ def main(arguments: list[str]) -> int:
     options = {"smoke": parsed.smoke} | ({"plot": True} if parsed.plot else {})
     options |= {
         name: value
-        for name in (*_OF_FAULTS, *_OF_CACHE)
+        for name in (*_OF_FAULTS, *_OF_CACHE, *_OF_PRICE_ACCURACY)
         if (value := getattr(parsed, name)) is not None
     }
     try:
@@ -113,6 +118,10 @@ def _parsed(arguments: list[str]) -> argparse.Namespace:
     cache.add_argument(
         "--directory", type=Path, help="the disk that is measured; default: the working directory"
     )
+    price_accuracy = parser.add_argument_group("price_accuracy")
+    price_accuracy.add_argument(
+        "--minutes", type=float, help="no model is begun after this time; default: all are measured"
+    )
     parsed = parser.parse_args(arguments)
     if parsed.plot and parsed.name not in ("bytes", "lookahead"):
         parser.error(f"--plot: found with {parsed.name}, expected with bytes or lookahead")
@@ -122,9 +131,10 @@ def _parsed(arguments: list[str]) -> argparse.Namespace:
         if parsed.name != "faults" and getattr(parsed, option) is not None:
             flag = option.removesuffix("_file")
             parser.error(f"--{flag}: found with {parsed.name}, expected with faults only")
-    for option in _OF_CACHE:
-        if parsed.name != "cache" and getattr(parsed, option) is not None:
-            parser.error(f"--{option}: found with {parsed.name}, expected with cache only")
+    for name, options in (("cache", _OF_CACHE), ("price_accuracy", _OF_PRICE_ACCURACY)):
+        for option in options:
+            if parsed.name != name and getattr(parsed, option) is not None:
+                parser.error(f"--{option}: found with {parsed.name}, expected with {name} only")
     if parsed.name == "faults":
         _check_names(parser, parsed)
     for option in ("out", "only"):

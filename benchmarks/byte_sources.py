@@ -9,11 +9,11 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.criteo_dlrm import CriteoDLRM
 from benchmarks.dirty_trace import Masks, fleet_masks
+from benchmarks.learning import train_batch
 from benchmarks.row_wise import RowWiseAdagrad
 from benchmarks.stored_sizes import Form, MergedFull, check, form_of
 from benchmarks.trained_rows import trained_rows
@@ -178,7 +178,7 @@ def _trained(
         for column, start in enumerate(starts[:-1]):
             mask[start + batch.sparse[:, column].numpy()] = True
         if train is None or number < train:
-            _learn(model, optimizers, batch)
+            train_batch(model, optimizers, batch)
         if number < 40:
             first.append(batch)
     small = _smaller(model)
@@ -230,16 +230,6 @@ def _optimizers(model: Any, optimizer: OptimizerName) -> list[torch.optim.Optimi
     return [of_tables, torch.optim.Adagrad(dense, lr=0.02)]
 
 
-def _learn(model: Any, optimizers: list[torch.optim.Optimizer], batch: Any) -> None:
-    dense, sparse, label = batch
-    loss = F.binary_cross_entropy_with_logits(model(dense, sparse), label)
-    for optimizer in optimizers:
-        optimizer.zero_grad()
-    loss.backward()
-    for optimizer in optimizers:
-        optimizer.step()
-
-
 def _stored(
     model: Any, optimizer: OptimizerName, batches: Iterator[Any]
 ) -> tuple[dict[FixedBits, dict[Kind, Stored]], dict[FixedBits, Manifest]]:
@@ -269,7 +259,7 @@ def _stored(
                 templates[bits] = {}
                 for kind in ("full", "increment"):
                     if kind == "increment":
-                        _learn(model, optimizers, next(batches))
+                        train_batch(model, optimizers, next(batches))
                         tracked.checkpointer.step()
                     ids, forms, stored = _compared(tracked, url)
                     templates[bits][kind] = stored

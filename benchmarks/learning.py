@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.criteo_dlrm import CriteoDLRM
+from benchmarks.row_wise import RowWiseAdagrad
 from benchmarks.workload import examples_on_path
 from recpoint.kernels.quantize import (
     ASYMMETRIC,
@@ -26,7 +27,20 @@ from recpoint.kernels.quantize import (
 from recpoint.kernels.quantize.choice import choose
 from recpoint.kernels.quantize.method import MethodName
 
-__all__ = ["Learned", "Score", "Task", "criteo_shaped", "evaluate", "restored_rows", "retail"]
+__all__ = [
+    "Learned",
+    "Score",
+    "Task",
+    "criteo_shaped",
+    "evaluate",
+    "log_loss",
+    "logits_of",
+    "method_of",
+    "restored_rows",
+    "retail",
+    "score_of",
+    "train_batch",
+]
 
 _EVALUATED_AT_ONCE = 4096
 #: The seed of test sets; no training run uses it.
@@ -52,43 +66,42 @@ class Task:
         name: for the table of the report.
         build: makes a new model; its parameters are drawn from torch's generator.
         batches: returns the training batches of a seed, in time order; cached for the newest seed.
-        test: returns one batch that holds the whole test set, which follows the training batches.
+        test: one batch that holds the whole test set, which follows the training batches.
+        held_out: one batch of samples that are in neither set.
     """
 
     name: str
     build: Callable[[], Any]
     batches: Callable[[int], list[Any]]
     test: Any
+    held_out: Any
 
     def learn(
         self,
         seed: int,
         *,
+        row_wise: bool = False,
         restores: Collection[int] = (),
         restore: Callable[[Learned, int], None] = lambda learned, step: None,
     ) -> Learned:
         """Train one pass; call `restore` on model and optimizers before each batch in `restores`.
 
+        Tables are trained with Adagrad; `row_wise`: with one accumulator a row.
         Random numbers do not depend on restores, so two runs of a seed differ only by the restores.
         """
         torch.manual_seed(seed)
         model = self.build()
         tables = list(model.tables.parameters())
         dense = [p for name, p in model.named_parameters() if not name.startswith("tables.")]
+        of_tables = RowWiseAdagrad if row_wise else torch.optim.Adagrad
         optimizers: list[torch.optim.Optimizer] = [
-            torch.optim.Adagrad(tables, lr=0.1),
+            of_tables(tables, lr=0.1),
             torch.optim.Adagrad(dense, lr=0.02),
         ]
         for step, batch in enumerate(self.batches(seed)):
             if step in restores:
                 restore(Learned(model, optimizers), step)
-            logits = model(batch.dense, batch.sparse)
-            loss = F.binary_cross_entropy_with_logits(logits, batch.label)
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-            loss.backward()
-            for optimizer in optimizers:
-                optimizer.step()
+            train_batch(model, optimizers, batch)
         return Learned(model, optimizers)
 
 
@@ -126,25 +139,26 @@ def retail(
     trained = tested - first if batches is None else batches
     late = reader(_TEST_SEED, tested)
     tables = late.tables
-    test = [Batch(*parts) for parts in islice(late, 0, tests, 2)]
+    after_training = [Batch(*parts) for parts in islice(late, 0, tests)]
     return Task(
         name=f"retail, d = {dim}",
         build=lambda: DLRM(tables, 0, dim=dim),
         batches=lru_cache(maxsize=1)(lambda seed: list(islice(reader(seed, first), trained))),
-        test=Batch(*(torch.cat(column) for column in zip(*test, strict=True))),
+        test=_joined(after_training[::2]),
+        held_out=_joined(after_training[1::2]),
     )
 
 
 def criteo_shaped(*, smoke: bool) -> Task:
     """Return the task of a log of Criteo's shape and its DLRM, 1,024 samples a batch."""
     examples_on_path()
-    from batches import Batch
     from criteo import CriteoShapeReader
 
-    trained, tested, rows = (4, 2, 1 << 10) if smoke else (300, 100, 1 << 18)
+    trained, tested, held_out, rows = (4, 2, 1, 1 << 10) if smoke else (300, 100, 50, 1 << 18)
 
     def reader(seed: int) -> Any:
-        return CriteoShapeReader(lines=1024, rows=rows, batches=trained + tested, seed=seed)
+        total = trained + tested + held_out
+        return CriteoShapeReader(lines=1024, rows=rows, batches=total, seed=seed)
 
     def build() -> CriteoDLRM:
         model = CriteoDLRM(tables)
@@ -154,33 +168,64 @@ def criteo_shaped(*, smoke: bool) -> Task:
 
     late = reader(_TEST_SEED)
     tables = late.tables
-    test = [late.batch(number) for number in range(trained, trained + tested)]
+    after_training = [late.batch(trained + number) for number in range(tested + held_out)]
     return Task(
         name="Criteo's shape, d = 16",
         build=build,
         batches=lru_cache(maxsize=1)(lambda seed: list(islice(reader(seed), trained))),
-        test=Batch(*(torch.cat(column) for column in zip(*test, strict=True))),
+        test=_joined(after_training[:tested]),
+        held_out=_joined(after_training[tested:]),
     )
+
+
+def _joined(batches: list[Any]) -> Any:
+    """Return one batch of all samples."""
+    return type(batches[0])(*(torch.cat(column) for column in zip(*batches, strict=True)))
+
+
+def train_batch(model: Any, optimizers: Sequence[torch.optim.Optimizer], batch: Any) -> None:
+    """Train a model with one batch."""
+    logits = model(batch.dense, batch.sparse)
+    loss = F.binary_cross_entropy_with_logits(logits, batch.label)
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    loss.backward()
+    for optimizer in optimizers:
+        optimizer.step()
 
 
 def evaluate(model: Any, test: Any) -> Score:
     """Score `model` on `test`, on which it is not trained."""
-    examples_on_path()
-    from auc import auc
+    return score_of(logits_of(model, test), test)
 
+
+def logits_of(model: Any, samples: Any) -> Tensor:
+    """Return the logits of a batch of any size in evaluation mode: F32 [n]."""
     training = model.training
     model.eval()
     with torch.no_grad():
         parts = zip(
-            test.dense.split(_EVALUATED_AT_ONCE),
-            test.sparse.split(_EVALUATED_AT_ONCE),
+            samples.dense.split(_EVALUATED_AT_ONCE),
+            samples.sparse.split(_EVALUATED_AT_ONCE),
             strict=True,
         )
         logits = torch.cat([model(dense, sparse) for dense, sparse in parts])
     model.train(training)
+    return logits
+
+
+def score_of(logits: Tensor, samples: Any) -> Score:
+    """Score the logits F32 [n] of n samples."""
+    examples_on_path()
+    from auc import auc
+
+    return Score(log_loss(logits, samples), auc(logits, samples.label))
+
+
+def log_loss(logits: Tensor, samples: Any) -> float:
+    """Return the mean log loss of the logits F32 [n] of n samples."""
     # In binary64: the rounding of a sum of 200,000 binary32 terms would hide the differences.
-    loss = F.binary_cross_entropy_with_logits(logits.double(), test.label.double())
-    return Score(float(loss), auc(logits, test.label))
+    return float(F.binary_cross_entropy_with_logits(logits.double(), samples.label.double()))
 
 
 def restored_rows(rows: Tensor, bits: int, scheme: str, *, seed: int) -> Tensor:
@@ -194,14 +239,22 @@ def restored_rows(rows: Tensor, bits: int, scheme: str, *, seed: int) -> Tensor:
     """
     if scheme == "k-means":
         return kmeans.decode(kmeans.kmeans(rows, bits))
-    method = _method(rows, bits, scheme, seed)
+    method = method_of(rows, bits, scheme, seed=seed)
     packed, scale, offset, exact, _ = quantize_packed(rows, bits, method, half_parameters=True)
     decoded = dequantize_packed(packed, scale, offset, dim=rows.shape[1], bits=bits)
     decoded[exact] = rows[exact]
     return decoded
 
 
-def _method(rows: Tensor, bits: int, scheme: str, seed: int) -> Method:
+def method_of(rows: Tensor, bits: int, scheme: str, *, seed: int) -> Method:
+    """Return the method with which an agent quantizes rows f32 [n, dim] of a table.
+
+    Args:
+        rows: the rows; of many, a sample is drawn.
+        bits: width of the codes.
+        scheme: a quantizer of the settings.
+        seed: step of the checkpoint.
+    """
     if scheme == "symmetric":
         return SYMMETRIC
     if scheme == "asymmetric" or (scheme == "auto" and bits == 8):

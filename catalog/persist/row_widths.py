@@ -22,7 +22,7 @@ from recpoint.format.job import Allocation
 from recpoint.kernels.allocation import WIDTHS, allocate
 from recpoint.kernels.bit_packing.widths import packed_width
 
-__all__ = ["RowWidths", "importance", "row_widths"]
+__all__ = ["RowWidths", "importance", "row_widths", "with_fewer_chunks"]
 
 #: Bits of each row's codes, or `EXACT`: u8 [rows of the block].
 RowWidths = np.ndarray[Any, np.dtype[np.uint8]]
@@ -59,7 +59,7 @@ def row_widths(
             exact_bits=8 * item_bytes(spec.dtype),
         )
         widths[rows.start : rows.stop] = chosen.numpy()
-    return _with_fewer_chunks(widths, spec.dim)
+    return with_fewer_chunks(widths, spec.dim)
 
 
 def importance(states: Tensor, scale: float, initial: float = 0.0) -> Tensor:
@@ -84,8 +84,13 @@ def importance(states: Tensor, scale: float, initial: float = 0.0) -> Tensor:
     return (sums[:, 0] * (scale / count)).to(torch.float32)
 
 
-def _with_fewer_chunks(widths: RowWidths, dim: int) -> RowWidths:
-    """Return the widths, but where few rows have a width, they have the next wider one."""
+def with_fewer_chunks(widths: RowWidths, dim: int) -> RowWidths:
+    """Return the widths, but where few rows have a width, they have the next wider one.
+
+    Args:
+        widths: of the rows of a block; changed in place.
+        dim: values in a row.
+    """
     counts = np.bincount(widths, minlength=max(WIDTHS) + 1)
     used = [width for width in WIDTHS if counts[width]]
     for width, wider in itertools.pairwise(used):
