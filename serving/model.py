@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from recpoint.catalog.restore.in_place import fits, write
+from recpoint.catalog.restore.keyed_rows import has_keys
 from recpoint.catalog.restore.placement import TablePart, map_parts
 from recpoint.catalog.restore.restore import dense_tensors, extra_states
 from recpoint.catalog.restore.rows import LogicalTable, logical_tables
@@ -175,6 +176,11 @@ class ServedModel:
             "the model maps them"
             for name in model_tables & stored_tables.keys()
             if has_raw_ids(stored_tables[name]) and name not in self._collisions
+        ]
+        faults += [
+            f"table {name!r} has keys in the checkpoint (KeyedEmbedding), which nothing serves yet"
+            for name, stored in sorted(stored_tables.items())
+            if has_keys([state.name for state in stored.row_states])
         ]
         _refuse(manifest, faults)
 

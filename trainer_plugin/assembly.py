@@ -282,13 +282,13 @@ def _refuse_ahead(trained: Trained, why_not_ahead: str | None) -> None:
     """Refuse a Lookahead where rows cannot be copied before a cut.
 
     Raises:
-        SettingsError: a table is on a GPU; managed collisions map ids to its rows; or rows are
-            quantized in this process.
+        SettingsError: a table is on a GPU; managed collisions or keys map ids to its rows; or
+            rows are quantized in this process.
     """
     unsupported = why_not_ahead
     for table in trained.tables:
         if unsupported is None and table.maps_ids:
-            unsupported = f"table {table.name!r}, to whose rows managed collisions map ids"
+            unsupported = f"table {table.name!r}, to whose rows {table.id_map} map ids"
     if unsupported is not None:
         raise SettingsError(
             "Checkpointer(reader=Lookahead(...))",
@@ -297,6 +297,41 @@ def _refuse_ahead(trained: Trained, why_not_ahead: str | None) -> None:
             next_step="pass the reader inside, without Lookahead: checkpoints are the same, and "
             "training waits until all rows are copied",
         )
+
+
+def _refuse_keyed(ranks: Ranks, trained: Trained, cache: Cache | None) -> None:
+    """Refuse keyed tables beside what cannot be trained with them yet.
+
+    Raises:
+        SettingsError: there are several ranks, tables in a cache, or tables of another library.
+    """
+    keyed_tables = [table for table in trained.tables if table.own_states]
+    libraries = [source.name for source in trained.sources if source.tables]
+    found = None
+    if ranks.several:
+        found = f"{ranks.count} ranks"
+    elif cache is not None:
+        found = "tables in a cache, recpoint.embeddings.cached(...), in the same model"
+    elif len(libraries) > 1:
+        found = f"tables of {' and '.join(libraries)} in the same model"
+    if keyed_tables and found is not None:
+        raise SettingsError(
+            f"keyed table {keyed_tables[0].name!r}",
+            found=found,
+            expected="one process, with no other tables than those of plain modules",
+            next_step="train it in one process without the others, or use an nn.Embedding with "
+            "ids of its own",
+        )
+    _refuse_optimizers(trained, keyed_tables)
+
+
+def _refuse_optimizers(trained: Trained, tables: Sequence[Table]) -> None:
+    """Refuse optimizers that must not train these tables; see `Table.refuse_optimizer`."""
+    for optimizer in trained.optimizers:
+        for group in optimizer.param_groups:
+            for table in tables:
+                if any(table.weight is parameter for parameter in group["params"]):
+                    table.refuse_optimizer(optimizer, group)
 
 
 def _tables_of_features(ranks: Ranks, trained: Trained) -> dict[str, set[str]]:
@@ -348,11 +383,7 @@ def _look_at_cache(ranks: Ranks, trained: Trained) -> Cache | None:
             expected="one home that all ranks share",
             next_step="initialize the process group before recpoint.embeddings.servers(...)",
         )
-    for optimizer in trained.optimizers:
-        for group in optimizer.param_groups:
-            for table in trained.tables:
-                if any(table.weight is parameter for parameter in group["params"]):
-                    table.refuse_optimizer(optimizer, group)
+    _refuse_optimizers(trained, trained.tables)
     return cache
 
 
@@ -408,6 +439,7 @@ def assemble(
     growth = Growth(settings.options.grow, {shard.name: shard.rows for shard in shards})
     with ranks.together("looking at the cache"):
         cache = _look_at_cache(ranks, trained)
+        _refuse_keyed(ranks, trained, cache)
         if settings.staging.at_servers:
             _require_servers(cache)
         why_not_ahead = _why_not_copied(trained, settings, cache)

@@ -161,6 +161,9 @@ SOURCE_SETTINGS: Final = (
     "build these tables with the checkpoint's optimizers and hyperparameters; where these differ "
     "between tables, with an optimizer for each, so that TorchRec puts them into separate modules"
 )
+KEYED_SETTINGS: Final = (
+    "build the keyed table with the checkpoint's rules of admission and eviction"
+)
 COLLISION_SETTINGS: Final = (
     "build the managed collision modules with the checkpoint's policy and interval, sharded as "
     "there, and go on with as many ranks, or with one"

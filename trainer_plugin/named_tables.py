@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from recpoint.embeddings.tables.marks import Tracker
-from recpoint.embeddings.tables.tables import Table, held_ids
+from recpoint.embeddings.tables.tables import Table
 from recpoint.errors import SettingsError
 from recpoint.interrupts import held
 from recpoint.trainer_plugin.ranks.sharding import StoredShard
@@ -39,8 +39,13 @@ class NamedTables:
 
     def mark(self, name: str, ids: Tensor) -> None:
         """Mark rows of a table."""
+        self._optimizers.begin_entries()
         for piece, tracker in self._pieces(name):
-            tracker.mark(ids if piece.rows == piece.table_rows else held_ids(piece, ids))
+            tracker.mark(
+                ids
+                if piece.rows == piece.table_rows and not piece.own_states
+                else piece.rows_of(ids)
+            )
 
     def mark_all(self, name: str) -> None:
         """Mark all rows of a table."""
@@ -58,7 +63,8 @@ class NamedTables:
             if table is None:
                 continue
             _refuse_mapped(table)
-            deleted_ids = held_ids(table, ids)
+            self._optimizers.begin_entries()
+            deleted_ids = table.rows_of(ids)
             row_states = list(self._optimizers.row_states(table).tensors.values())
             tracker = self._trackers.get(shard.key)  # of tables that this rank stores
             with held():
@@ -66,6 +72,7 @@ class NamedTables:
                     # First, because the mark below counts all earlier in-place changes as reported.
                     tracker.notice_changes(row_states)
                 table.zero_rows(deleted_ids, row_states)
+                self._optimizers.begin_entries()
                 if tracker is not None:
                     tracker.mark(deleted_ids)
 
@@ -91,12 +98,12 @@ class NamedTables:
 
 
 def _refuse_mapped(table: Table) -> None:
-    """Refuse a table whose rows belong to other ids over time.
+    """Refuse a table whose rows TorchRec gives to other ids over time.
 
     Raises:
-        SettingsError: row states say which id each row belongs to.
+        SettingsError: row states say which id each row belongs to, and they are a library's.
     """
-    if table.maps_ids:
+    if table.maps_ids and table.fused:
         raise SettingsError(
             f"table {table.name!r}",
             found="managed collisions, which map ids to its rows",

@@ -468,6 +468,9 @@ class Tracker:
         Row states that the first step creates are new in the table's spec, so nothing is checked
         about them here.
         """
+        # The table changes its own states as it likes, and reports the rows.
+        own_states = {id(state) for state in self.table.own_states.values()}
+        tensors = [tensor for tensor in tensors if id(tensor) not in own_states]
         # A table that is dirty as a whole needs no check, and could fail it: momentum, for
         # instance, changes its buffer twice for each change of the weight.
         checked_states = () if self.all_rows else self._states

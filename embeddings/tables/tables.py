@@ -170,9 +170,14 @@ class Table(ABC):
         return self.name_in_cache is not None
 
     @property
+    def id_map(self) -> str:
+        """What gives rows to ids, by row states, in words; empty: an id is the row's number."""
+        return ""
+
+    @property
     def maps_ids(self) -> bool:
         """Whether row states say which id each row belongs to; an id is the row's number if not."""
-        return False
+        return bool(self.id_map)
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -183,11 +188,29 @@ class Table(ABC):
     def row_states(self) -> Mapping[str, Tensor] | None:
         """Optimizer state with one entry for each row, [rows, ...]; restored in place.
 
-        None: the row states are those that the Checkpointer's optimizers hold for `weight`. A fused
-        table returns name -> live tensor: contiguous, the same objects in each call, allocated
-        from the start.
+        None: the row states are those that the Checkpointer's optimizers hold for `weight`, and
+        `own_states`. A fused table returns name -> live tensor: contiguous, the same objects in
+        each call, allocated from the start.
         """
         return None
+
+    @property
+    def own_states(self) -> Mapping[str, Tensor]:
+        """Exact row states that the table keeps beside those of its optimizer; most keep none.
+
+        Name -> live tensor, [rows] of int64: the same objects in each call until the table grows,
+        restored in place. Whoever changes an entry reports its row to the tracker first.
+        """
+        return {}
+
+    def begin_entries(  # noqa: B027  # most tables give no row to another id
+        self, optimizers: Sequence[Optimizer]
+    ) -> None:
+        """Give rows of new ids their first entries in row states. It is called before each cut.
+
+        Args:
+            optimizers: the optimizers, one of which may have row states of the table.
+        """
 
     @property
     def sparse(self) -> bool:
@@ -212,11 +235,19 @@ class Table(ABC):
             SettingsError: it changes rows that are not in the weight.
         """
 
+    def rows_of(self, ids: Tensor) -> Tensor:
+        """Return the rows of ids, as `held_ids` does; ids that have no row here are left out.
+
+        Raises:
+            TypeError, ValueError, IndexError: as `held_ids`.
+        """
+        return held_ids(self, ids)
+
     def zero_rows(self, ids: Tensor, row_states: Iterable[Tensor]) -> None:
         """Set rows, and their entries in each row state, to zero.
 
         Args:
-            ids: int64 [n], positions in the table's rows here, as `held_ids` returns them.
+            ids: int64 [n], positions in the table's rows here, as `rows_of` returns them.
             row_states: row states of the table, each [rows, ...].
         """
         with torch.no_grad():

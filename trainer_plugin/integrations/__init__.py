@@ -1,4 +1,4 @@
-"""Connects libraries that shard tables, each of which is an optional extra.
+"""Connects what keeps tables in its own form: TorchRec, an optional extra, and keyed tables.
 
 The input is a model; the output is the `TableSource` of each library that has sharded tables of the
 model. `torchrec.py` finds out whether there are such tables, and `torchrec_names.py` whether
@@ -6,6 +6,7 @@ TorchRec and FBGEMM have all that is read of them. `torchrec_source.py` is the s
 `fbgemm.py` marks rows of the kernels that hold them. `train_pipelines.py` recognizes pipelines.
 `torchrec_optimizers.py` finds the optimizers of torch, and warm-ups, in those of TorchRec.
 `managed_collisions.py` keeps what maps raw ids to rows, of tables that are sharded or not.
+`keyed.py` is the source of keyed tables, which are recpoint's own.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ __all__ = ["RateSchedule", "find_sources", "take_apart"]
 
 #: module that must be loaded already -> module with `find(model) -> TableSource | None`.
 _SOURCES: dict[str, str] = {
+    "recpoint.embeddings.tables.keyed": "recpoint.trainer_plugin.integrations.keyed",
     "torchrec.distributed.embedding_types": "recpoint.trainer_plugin.integrations.torchrec",
     "torchrec.modules.mc_modules": "recpoint.trainer_plugin.integrations.managed_collisions",
 }

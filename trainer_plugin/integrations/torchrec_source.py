@@ -107,9 +107,9 @@ class ShardTable(Table):
         return states if self.collisions is None else {**states, **self.collisions.states}
 
     @property
-    def maps_ids(self) -> bool:
-        """Whether managed collisions map ids to the rows."""
-        return self.collisions is not None
+    def id_map(self) -> str:
+        """Managed collisions, or nothing."""
+        return "" if self.collisions is None else "managed collisions"
 
     @property
     def _config(self) -> Any:

@@ -72,6 +72,8 @@ def _refuse_table(table: Table, *, fused: bool) -> None:
         reason = "a table in a cache, of which only some rows are in memory"
     elif fused:
         reason = "a table of a library, whose lookups are its own"
+    elif table.maps_ids:
+        reason = f"{table.id_map}, which give rows to ids as these are looked up"
     elif table.changed_by_lookup:
         reason = "max_norm, with which a lookup rewrites rows"
     elif not table.weight.is_cpu:

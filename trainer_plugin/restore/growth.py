@@ -146,7 +146,7 @@ class Growth:
         differences = []
         for table in tables:
             if table.maps_ids and table.name in grown:
-                text = f"table {table.name!r} grows, and has managed collisions, which cannot grow"
+                text = f"table {table.name!r} has {table.id_map}, and grows by Options(grow=...)"
                 differences.append(Mismatch(text, mismatches.TABLE_ROWS))
                 continue
             if table.name not in grown or stored_rows_here(table, grown[table.name]) == table.rows:

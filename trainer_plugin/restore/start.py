@@ -418,7 +418,7 @@ def _start_restored(
         tip: Tip | None = None
         base_history: BaseHistory | None = None
         # Otherwise no increment may be based on it: a whole chain has the same ranks and tables.
-        if target.manifest.ranks == job.ranks.count and not target.grown:
+        if target.manifest.ranks == job.ranks.count and target.keeps_rows:
             tip, base_history = _chain_to_go_on(
                 run, target.manifest, report, policy, record.generation
             )

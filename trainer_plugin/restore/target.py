@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from recpoint.catalog.restore.keyed_rows import has_keys
 from recpoint.catalog.restore.placement import TablePart, map_parts
 from recpoint.catalog.restore.restore import dense_tensors, weight_name
 from recpoint.catalog.restore.rows import LogicalState, LogicalTable, logical_tables
@@ -25,6 +26,7 @@ from recpoint.trainer_plugin.mismatches import Mismatch, incompatible, renamed_t
 from recpoint.trainer_plugin.policy import Tip
 from recpoint.trainer_plugin.restore.growth import Growth, stored_rows_here
 from recpoint.trainer_plugin.restore.home_sink import HomeSink
+from recpoint.trainer_plugin.restore.moved_keys import MovedKeys
 from recpoint.trainer_plugin.restore.parts import Parts, near, resolve_dense, rows_without_ids
 from recpoint.trainer_plugin.state.import_note import imported_path
 from recpoint.trainer_plugin.state.model import nearest, optimizers_for, tree_for
@@ -83,14 +85,25 @@ class ModelTarget:
         self.imported: str | None = None
         self.batches_done = 0
         self._lacked_states: list[Mismatch] = []
+        self._moved = MovedKeys((), {})
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether each row has the number that it has in the checkpoint, and none is new."""
+        return not (self.grown or self._moved.names)
 
     def begin(self, manifest: Manifest) -> Sequence[TableTarget | RowSink | None]:
         """Check tables and row states, and return where rows go; see `RestoreTarget.begin`."""
         stored_tables = logical_tables(manifest.tables)
         grown = self.grown = self._growth.grown(stored_tables)
+        self._moved = MovedKeys(self._tables, stored_tables)
         differences = table_differences(
-            self._tables, stored_tables, elsewhere=self._elsewhere, grown=grown
+            self._tables,
+            stored_tables,
+            elsewhere=self._elsewhere,
+            resized=grown.keys() | self._moved.names,
         )
+        differences += self._moved.differences()
         state_differences = _row_state_differences(self._tables, stored_tables)
         # An import has no row states, and only the state tree tells that it is one.
         may_be_import = not any(table.row_states for table in stored_tables.values())
@@ -178,7 +191,7 @@ class ModelTarget:
         differences = []
         for table in self._tables:
             if table.maps_ids:
-                text = f"table {table.name!r} has managed collisions, and an import has no raw ids"
+                text = f"table {table.name!r} has {table.id_map}, and an import has none"
                 differences.append(Mismatch(text, mismatches.TABLE_WITHOUT_IDS))
             elif table.cached:
                 text = f"table {table.name!r} is cached, and an import has no row states"
@@ -193,6 +206,7 @@ class ModelTarget:
             if table.name in self.grown and not table.cached:
                 states = self._rows[table.parameter_name]
                 self._growth.begin_rows(table, states, self.grown[table.name])
+        self._moved.place(self._rows)
         # Afterwards, because a rule for first values may draw from the generators.
         self.batches_done = self._state.restore(
             saved, self._rows, ranks=self._count, attempt=manifest.attempt
@@ -214,7 +228,10 @@ class ModelTarget:
         self, manifest: Manifest, state: Mapping[int, object]
     ) -> tuple[dict[str, Any] | None, list[Mismatch]]:
         elsewhere = self._elsewhere - {table.name for table in self._tables}
-        return self._state.adopt(self._tree(manifest, state), elsewhere=elsewhere)
+        tree = self._tree(manifest, state)
+        if tree is not None and "sources" in tree:
+            tree = self._moved.adopt(tree)
+        return self._state.adopt(tree, elsewhere=elsewhere)
 
     def _row_states(self, table: Table, stored: LogicalTable, rows: int) -> dict[str, Tensor]:
         """Return the row states that the optimizer gets: name -> [rows, …]; its own if they fit."""
@@ -231,6 +248,8 @@ class ModelTarget:
 
     def _part(self, table: Table, stored: LogicalTable) -> TablePart:
         states = self._row_states(table, stored, table.rows)
+        if table.name in self._moved.names:
+            return self._moved.part(table)
         rows = stored_rows_here(table, stored.rows)
         row_states = {
             state.name: states[state.name].view(table.rows, *_entry_shape(state, table))[:rows]
@@ -306,10 +325,11 @@ class PartialTarget:
     def _sharded_differences(self, new: str, old: str, stored: LogicalTable) -> list[Mismatch]:
         """Return why a sharded or fused table cannot be loaded."""
         pieces = self._tables[new]
-        if pieces[0].maps_ids or has_raw_ids(stored):
+        id_map = pieces[0].id_map or _stored_id_map(stored)
+        if id_map:
             text = (
-                f"table {_renamed(new, old)} has managed collisions, and its values alone would be "
-                "rows of other ids"
+                f"table {_renamed(new, old)} has {id_map}, and its values alone would be rows of "
+                "other ids"
             )
             return [Mismatch(text, mismatches.MAPPED_TABLE)]
         whole = pieces[0].rows == pieces[0].table_rows and pieces[0].columns is None
@@ -421,7 +441,7 @@ def table_differences(
     stored_tables: Mapping[str, LogicalTable],
     *,
     elsewhere: Collection[str] = (),
-    grown: Collection[str] = (),
+    resized: Collection[str] = (),
 ) -> list[Mismatch]:
     """Return how the tables of a model and of a checkpoint differ.
 
@@ -429,7 +449,7 @@ def table_differences(
         tables: tables of the model on this rank.
         stored_tables: tables of the checkpoint, by name.
         elsewhere: names of tables that other ranks hold.
-        grown: names of tables that may have more rows than the checkpoint.
+        resized: names of tables that may have another number of rows than the checkpoint.
     """
     only_here = {table.name: table for table in tables if table.name not in stored_tables}
     names = {table.name for table in tables} | set(elsewhere)
@@ -457,7 +477,7 @@ def table_differences(
     for table in tables:
         if table.name in stored_tables:
             stored = stored_tables[table.name]
-            if table.name not in grown:
+            if table.name not in resized:
                 differences += _row_count_difference(table, stored)
             differences += _shape_differences(table, stored)
     return sorted(dict.fromkeys(differences))
@@ -575,6 +595,13 @@ def _dense_form(tensor: Tensor) -> str:
 
 def _form(dtype: str, shape: tuple[int, ...]) -> str:
     return f"{dtype}{list(_values(shape))}"
+
+
+def _stored_id_map(stored: LogicalTable) -> str:
+    """Return what gives rows of a stored table to ids; see `Table.id_map`."""
+    if has_raw_ids(stored):
+        return "managed collisions"
+    return "keys" if has_keys([state.name for state in stored.row_states]) else ""
 
 
 def _renamed(new: str, old: str) -> str:

@@ -264,8 +264,8 @@ class WarmStart:
         self._compare(f"table {name!r}", entry, (table.table_rows, _dim(table)), table.weight.dtype)
         if table.maps_ids:
             self._faults.append(
-                f"table {name!r} has managed collisions, and the raw ids of its rows are not read "
-                "from such a checkpoint"
+                f"table {name!r} has {table.id_map}, and those of its rows are not read from such "
+                "a checkpoint"
             )
         self._tables.append(
             _PlannedTable(_Parameter(name=table.parameter_name, entry=entry), pieces)

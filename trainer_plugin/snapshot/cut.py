@@ -220,6 +220,7 @@ class Cutter:
         self, *, step: int, tip: Tip | None, base_history: BaseHistory | None
     ) -> OpeningState:
         """Return link and tables as `link` does, for a checkpoint at `step`, which may be later."""
+        self._state.optimizers.begin_entries()
         for tracker in self._trackers.values():
             tracker.follow_weight()
         self._watch.follow_groups()

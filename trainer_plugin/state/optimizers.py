@@ -31,7 +31,8 @@ class RowState:
     """The row states of one table.
 
     Attributes:
-        optimizer: index of the optimizer that has them; None: the table's own source, or none.
+        optimizer: index of the optimizer that has them; None: the table itself or its source, or
+            none.
         tensors: name -> [rows, ...].
     """
 
@@ -67,15 +68,20 @@ class OptimizerState:
 
     def row_states(self, table: Table) -> RowState:
         """Return the state with one entry for each row of `table`, as it is now."""
-        own_states = table.row_states
-        if own_states is not None:
-            return RowState(None, own_states)
-        weight = table.weight
+        source_states = table.row_states
+        if source_states is not None:
+            return RowState(None, source_states)
+        weight, own_states = table.weight, table.own_states
         for number, optimizer in enumerate(self.optimizers):
             state = optimizer.state.get(weight)
             if state:
-                return RowState(number, row_states(state, weight.shape[0]))
-        return RowState(None, {})
+                return RowState(number, {**row_states(state, weight.shape[0]), **own_states})
+        return RowState(None, own_states)
+
+    def begin_entries(self) -> None:
+        """Give rows that have new ids their first entries in row states; see `Table`."""
+        for table in self._tables:
+            table.begin_entries(self.optimizers)
 
     def written_in_place(self) -> dict[str, Tensor]:
         """Return the tensors that a restore writes: tables, row states, tensors in groups.

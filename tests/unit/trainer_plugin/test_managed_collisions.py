@@ -202,7 +202,7 @@ def test_what_cannot_be_restored_is_named(played: dict[tuple[str, str], list[Any
     assert "the raw ids of its rows are not read from such a checkpoint" in parts["seeded"]
     assert "found managed collisions, which map ids to its rows" in parts["deleted"]
     assert "use apply_optimizer_in_backward on the tables before" in parts["kernel"]
-    assert "t0' has managed collisions, and an import has no raw ids" in parts["imported"]
+    assert "t0' has managed collisions, and an import has none" in parts["imported"]
     assert "a TrainPipelineSemiSync: found a pipeline that may map ids" in refused["ahead"]
 
 

@@ -1,0 +1,216 @@
+"""Presents keyed tables, whose rows belong to keys, as tables.
+
+The rows are stored by slot. Which key has a slot is an exact row state of the table's own, beside
+those of its optimizer. The clock, the counts and what admission remembers are in the state tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.optim import Optimizer
+
+from recpoint.catalog.restore.keyed_rows import KEY
+from recpoint.catalog.restore.state import canonical_name
+from recpoint.embeddings.tables.keyed import KeyedSlots, slots_of
+from recpoint.embeddings.tables.tables import Marker, Table
+from recpoint.errors import SettingsError
+from recpoint.trainer_plugin import mismatches
+
+__all__ = ["KeyedSource", "KeyedTable", "find"]
+
+_WHY_ALONE: Final = "keyed tables are trained in one process, in memory"
+
+
+def find(model: nn.Module) -> KeyedSource | None:
+    """Return the source of a model's keyed tables; None if it has none.
+
+    Raises:
+        SettingsError: a table is not on the CPU, in a wrapper for several devices or ranks, or has
+            its weight in another module, too.
+    """
+    tables: dict[str, KeyedTable] = {}
+    wrappers: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, DistributedDataParallel | DataParallel):
+            wrappers[f"{name}." if name else ""] = module
+        slots = slots_of(module)
+        if slots is None:
+            continue
+        canonical = canonical_name(model, name)
+        table = KeyedTable(
+            name=canonical or "weight",
+            parameter_name=f"{canonical}.weight" if canonical else "weight",
+            module=module,
+            slots=slots,
+        )
+        for prefix, wrapper in wrappers.items():
+            if name.startswith(prefix):
+                raise _refused(table, f"a {type(wrapper).__name__} around it", _WHY_ALONE)
+        _refuse_elsewhere(model, name, table)
+        tables[name] = table
+    return KeyedSource(tables) if tables else None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class KeyedTable(Table):
+    """The slots of a keyed table.
+
+    Attributes:
+        module: the module, which has the weight.
+        slots: knows which key has which slot.
+    """
+
+    module: nn.Module
+    slots: KeyedSlots
+
+    @property
+    def weight(self) -> Tensor:
+        """The rows of all slots, and row 0."""
+        weight = self.module.weight
+        assert isinstance(weight, Tensor)
+        return weight
+
+    @property
+    def changes(self) -> bool:
+        """True: lookups in training give rows to other keys."""
+        return True
+
+    @property
+    def changed_by_lookup(self) -> bool:
+        """True: a lookup in training changes the last use of its keys, and inserts new ones."""
+        return True
+
+    @property
+    def sparse(self) -> bool:
+        """Whether the module asks for sparse gradients now."""
+        return bool(getattr(self.module, "sparse", False))
+
+    @property
+    def id_map(self) -> str:
+        """Keys have the rows."""
+        return "keys"
+
+    @property
+    def own_states(self) -> Mapping[str, Tensor]:
+        """Keys, and what eviction knows of them."""
+        return self.slots.row_states
+
+    def refuse_optimizer(self, optimizer: Optimizer, group: Mapping[str, Any]) -> None:
+        """Refuse an optimizer whose entries of new keys are not known."""
+        self.slots.refuse_optimizer(optimizer, group)
+
+    def begin_entries(self, optimizers: Sequence[Optimizer]) -> None:
+        """Give slots of new keys their first entries in row states."""
+        self.slots.begin_states(optimizers)
+
+    def rows_of(self, ids: Tensor) -> Tensor:
+        """Return the slots of keys; those that have none are left out. See `Table.rows_of`."""
+        if not isinstance(ids, Tensor):
+            raise TypeError(f"ids: found {type(ids).__name__}, expected a tensor of int64 keys")
+        if ids.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"ids: found {ids.dtype}, expected int32 or int64 keys")
+        slots = self.slots.find(ids.reshape(-1).to(device="cpu", dtype=torch.int64))
+        return slots[slots > 0]
+
+    def zero_rows(self, ids: Tensor, row_states: Iterable[Tensor]) -> None:
+        """Free slots. Their rows become zeros, and their entries those of a row never trained."""
+        self.slots.delete(self.own_states[KEY][ids])
+
+
+class KeyedSource:
+    """Supplies the keyed tables of one model; see `tables.TableSource`.
+
+    Args:
+        tables: full name of each module -> its table.
+    """
+
+    name = "keyed"
+    settings_step = mismatches.KEYED_SETTINGS
+
+    def __init__(self, tables: Mapping[str, KeyedTable]) -> None:
+        self.modules: Collection[str] = tuple(tables)
+        self._tables = tuple(tables.values())
+        self.tables: Sequence[Table] = self._tables
+
+    def stores_buffer(self, module: nn.Module, name: str) -> bool:
+        """Whether it stores a buffer of another module; never."""
+        return False
+
+    def optimizers(self, given: Sequence[Optimizer]) -> Sequence[Optimizer]:
+        """Return the optimizers, all of which are torch's."""
+        return given
+
+    def track(self, markers: Mapping[str, Marker]) -> None:
+        """Have each table report slots before it changes them; see `tables.TableSource.track`."""
+        for table in self._tables:
+            table.slots.marker = markers[table.key]
+
+    def untrack(self) -> None:
+        """End that."""
+        for table in self._tables:
+            table.slots.marker = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return clocks, counts and what admission remembers, by table name."""
+        return {table.name: table.slots.state_dict() for table in self._tables}
+
+    def lacks_states(self, states: Sequence[Any]) -> bool:
+        """Whether other ranks may have more; no, there are none."""
+        return False
+
+    def differences(self, states: Sequence[Mapping[str, Any]]) -> list[str]:
+        """Return why training would not go on as it was: other rules of admission or eviction."""
+        stored = states[0] if states else {}
+        texts = []
+        for table in self._tables:
+            if table.name not in stored:
+                texts.append(f"the checkpoint has no keys of table {table.name!r}")
+                continue
+            settings, stored_settings = table.slots.state_dict()["settings"], stored[table.name]
+            stored_settings = stored_settings["settings"]
+            texts += [
+                f"the keyed table {table.name!r} has {name} {settings.get(name)} here and "
+                f"{stored_settings.get(name)} in the checkpoint"
+                for name in sorted(settings.keys() | stored_settings.keys())
+                if settings.get(name) != stored_settings.get(name)
+            ]
+        return texts
+
+    def load_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Load what `state_dict` returned, and find the slot of each key anew."""
+        for table in self._tables:
+            table.slots.load_state_dict(states[0][table.name])
+
+
+def _refuse_elsewhere(model: nn.Module, name: str, table: KeyedTable) -> None:
+    """Refuse a weight on another device, or in a second module.
+
+    Raises:
+        SettingsError: it is.
+    """
+    if not table.weight.is_cpu:
+        raise _refused(table, f"a weight on {table.weight.device}", _WHY_ALONE)
+    for other_name, other in model.named_modules():
+        if other_name != name and any(
+            parameter is table.weight for parameter in other._parameters.values()
+        ):
+            raise _refused(
+                table,
+                f"its weight in the module {other_name!r}, too",
+                "a weight that only lookups of its module train",
+            )
+
+
+def _refused(table: KeyedTable, found: str, expected: str) -> SettingsError:
+    return SettingsError(
+        f"keyed table {table.name!r}",
+        found=found,
+        expected=expected,
+        next_step="train it in one process, on the CPU, or use an nn.Embedding with ids of its own",
+    )

@@ -1,0 +1,189 @@
+"""Restores a keyed table from another number of slots, or from the rows of a plain table.
+
+The rows of the checkpoint are read into tensors of their own, and then go to the slots that they
+have here:
+
+- A slot that the table has keeps its number. Keys of higher slots take the lowest free ones.
+- If the table has fewer slots than keys, the rule of eviction decides which keys leave.
+- A plain table's row i is that of key i. No key has been used yet, so the least keys leave first.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from recpoint.catalog.restore.keyed_rows import KEY, LAST_USE, USES, has_keys, used_rows
+from recpoint.catalog.restore.placement import TablePart
+from recpoint.catalog.restore.rows import LogicalTable
+from recpoint.embeddings.tables.tables import Table
+from recpoint.format.dtypes import torch_dtype
+from recpoint.trainer_plugin import mismatches
+from recpoint.trainer_plugin.integrations.keyed import KeyedSource, KeyedTable
+from recpoint.trainer_plugin.mismatches import Mismatch
+
+__all__ = ["MovedKeys"]
+
+_log = logging.getLogger("recpoint")
+
+
+class MovedKeys:
+    """The keyed tables of a model whose rows have other numbers in a checkpoint.
+
+    Args:
+        tables: tables of the model.
+        stored_tables: tables of the checkpoint, by name.
+
+    Attributes:
+        names: name of each such table -> its rows in the checkpoint.
+    """
+
+    def __init__(self, tables: Sequence[Table], stored_tables: Mapping[str, LogicalTable]) -> None:
+        self._tables = {
+            table.name: table
+            for table in tables
+            if isinstance(table, KeyedTable) and table.name in stored_tables
+        }
+        self._stored = stored_tables
+        self._values: dict[str, Tensor] = {}
+        self._states: dict[str, dict[str, Tensor]] = {}
+        self.names = {
+            name: stored_tables[name].rows
+            for name, table in self._tables.items()
+            if stored_tables[name].rows != table.rows or not self._has_keys(name)
+        }
+
+    def _has_keys(self, name: str) -> bool:
+        return has_keys([state.name for state in self._stored[name].row_states])
+
+    def differences(self) -> list[Mismatch]:
+        """Return the keyed tables whose row states of keys are others than in the checkpoint."""
+        differences = []
+        for name, table in self._tables.items():
+            stored_names = {
+                state.name for state in self._stored[name].row_states if state.name in _NAMES
+            }
+            if self._has_keys(name) and stored_names != table.own_states.keys():
+                text = (
+                    f"keyed table {name!r} has the row states {sorted(table.own_states)} here and "
+                    f"{sorted(stored_names)} in the checkpoint"
+                )
+                differences.append(Mismatch(text, mismatches.KEYED_SETTINGS))
+        return differences
+
+    def part(self, table: Table) -> TablePart:
+        """Return where all rows of a table of the checkpoint go until `place` moves them."""
+        stored = self._stored[table.name]
+        self._values[table.name] = torch.empty(
+            (stored.rows, stored.dim), dtype=table.weight.dtype, device="cpu"
+        )
+        self._states[table.name] = {
+            state.name: torch.empty(
+                (stored.rows, *state.shape), dtype=torch_dtype(state.dtype), device="cpu"
+            )
+            for state in stored.row_states
+        }
+        return TablePart(
+            table=table.name,
+            values=self._values[table.name],
+            row_states=self._states[table.name],
+            first_row=0,
+            first_column=0,
+        )
+
+    def adopt(self, saved: dict[str, Any]) -> dict[str, Any]:
+        """Return a state tree in which plain tables of the checkpoint are keyed ones, never used.
+
+        Args:
+            saved: the tree for this rank, as `model.tree_for` returned it.
+        """
+        begun = {
+            name: {
+                "settings": self._tables[name].slots.state_dict()["settings"],
+                "steps": 0,
+                "inserted": 0,
+                "evicted": 0,
+                "refused": 0,
+                "admission": {},
+            }
+            for name in self.names
+            if not self._has_keys(name)
+        }
+        if not begun:
+            return saved
+        sources = saved["sources"]
+        stored_states = sources.get(KeyedSource.name, [{}])[0]
+        return {**saved, "sources": {**sources, KeyedSource.name: [{**stored_states, **begun}]}}
+
+    def place(self, row_states: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Give each table its rows, row states and keys, after all rows were read.
+
+        Args:
+            row_states: parameter name -> name -> row state that the optimizer gets, [rows, ...].
+        """
+        for name in self.names:
+            self._place(self._tables[name], row_states[self._tables[name].parameter_name])
+
+    @torch.no_grad()
+    def _place(self, table: KeyedTable, row_states: Mapping[str, Tensor]) -> None:
+        values, states = self._values.pop(table.name), self._states.pop(table.name)
+        own_states = {key: states[key] for key in table.own_states.keys() & states.keys()}
+        # Row 0 of a keyed table has no key. A plain table has no such row.
+        first_slot = 0 if own_states else 1
+        if not own_states:
+            own_states = _unused(len(values), table.own_states)
+        slots = self._kept(table, own_states)
+        places = _places(slots, capacity_rows=table.rows - 1)
+        table.weight.detach().zero_()[places] = values[slots - first_slot]
+        for state_name, tensor in row_states.items():
+            if state_name not in own_states:
+                # A slot without key gets its entries when a key gets it.
+                tensor.zero_()[places] = states[state_name][slots - first_slot].view_as(
+                    tensor[places]
+                )
+        for state_name, tensor in table.own_states.items():
+            tensor.fill_(-1 if state_name == LAST_USE else 0)
+            tensor[places] = own_states[state_name][slots]
+
+    def _kept(self, table: KeyedTable, own_states: Mapping[str, Tensor]) -> Tensor:
+        """Return the slots of the checkpoint whose keys stay, ascending, int64 [n]."""
+        used = used_rows(own_states[LAST_USE])
+        evicted_count = max(len(used) - (table.rows - 1), 0)
+        _log.info(
+            "keyed table %r: %d keys of the checkpoint go to %d slots, and %d keys were evicted; "
+            "the next checkpoint is a full",
+            table.name,
+            len(used) - evicted_count,
+            table.rows - 1,
+            evicted_count,
+        )
+        if not evicted_count:
+            return used
+        return table.slots.leaving_order(own_states)[evicted_count:].sort().values
+
+
+_NAMES = frozenset((KEY, LAST_USE, USES))
+
+
+def _unused(keys: int, own_states: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return row states of slots 1 … `keys` of the keys from 0 on, which were never used."""
+    states = {name: torch.zeros(keys + 1, dtype=torch.int64) for name in own_states}
+    states[KEY][1:] = torch.arange(keys)
+    states[LAST_USE][0] = -1
+    return states
+
+
+def _places(slots: Tensor, *, capacity_rows: int) -> Tensor:
+    """Return the slots here of keys that have these slots in a checkpoint, each int64 [n]."""
+    is_taken = torch.zeros(capacity_rows + 1, dtype=torch.bool)
+    is_taken[0] = True
+    fits = slots <= capacity_rows
+    is_taken[slots[fits]] = True
+    places = slots.clone()
+    free_slots = (~is_taken).nonzero().flatten()
+    places[~fits] = free_slots[: int((~fits).sum())]
+    return places
