@@ -510,7 +510,8 @@ def piped(
         how: "batches": the pipeline gets `batches()`; "step": it gets the reader, and `step` is
             called; "pipelined": `Checkpointer.pipelined` counts its batches.
         pipeline: name of the pipeline's class; "": a plain loop.
-        kind: how each table is sharded.
+        kind: how each table is sharded. Row-wise tables have a row on each rank, because FBGEMM
+            cannot train a shard without rows on a CPU; a smaller table is table-wise.
         stop_after: batches after which this life stops without a last checkpoint.
         die_at: phase of the sixth batch of this life in which all ranks kill themselves; see
             `_die_in`.
@@ -520,7 +521,12 @@ def piped(
 
     from recpoint import Checkpointer, Options, ResumableLoader, Staging
 
-    model = sharded(dict.fromkeys((*BAGS, *ROWS), kind), model=PooledRanker())
+    is_small = {name: rows < dist.get_world_size() for name, (rows, _) in (BAGS | ROWS).items()}
+    kinds = {
+        name: "table_wise" if small and kind == "row_wise" else kind
+        for name, small in is_small.items()
+    }
+    model = sharded(kinds, model=PooledRanker())
     Pipelineable.register(PooledBatch)
     dense = [p for name, p in model.named_parameters() if "over" in name]
     optimizer = torch.optim.Adagrad(dense, lr=0.05)
