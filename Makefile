@@ -136,7 +136,7 @@ installations: ## install with and without a compiler in new environments, outsi
 	$(PYTHON) -u -m tests.installations
 
 matrix: $(NATIVE) ## test older and newer versions of torch, TorchRec and Prefect, outside CI (ENVIRONMENTS="oldest newest")
-	$(BIN)/python -u -m tests.matrix $(ENVIRONMENTS)
+	$(BIN)/python -u -m tests.matrix --torch-cpu-index '$(TORCH_CPU_INDEX)' $(ENVIRONMENTS)
 
 clean: ## remove what was built here, .venv included
 	rm -rf $(NATIVE) $(VENV) $(DOCS_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .recpoint build dist site src/*.egg-info

@@ -1,17 +1,19 @@
 """Runs a part of the tests under other versions of Python, torch, TorchRec and Prefect.
 
-    python -m tests.matrix [ENVIRONMENT ...]
+    python -m tests.matrix [--torch-cpu-index URL] [ENVIRONMENT ...]
 
-`make matrix` runs it, outside `make test`: most builds of torch on PyPI bring CUDA, which takes
-gigabytes. Each environment is a virtual environment in a cache folder, which RECPOINT_MATRIX_CACHE
-names, and is made once. In each, the tests of tables, optimizers, cuts, restores, TorchRec on two
-ranks and Prefect's flows are run. Then a checkpoint of the oldest environment is restored in it; in
-the oldest, one of the newest. A table in docs/understanding/limits.md says what came out. If a test
-or a restore has failed, or an environment was not run, the exit code is 1.
+`make matrix` runs it, outside `make test`: unless an index of builds for CPUs answers, torch brings
+CUDA, which takes gigabytes. Each environment is a virtual environment in a cache folder, which
+RECPOINT_MATRIX_CACHE names, and is made once. In each, the tests of tables, optimizers, cuts,
+restores, TorchRec on two ranks and Prefect's flows are run. Then a checkpoint of the oldest
+environment is restored in it; in the oldest, one of the newest. A table in
+docs/understanding/limits.md says what came out. If a test or a restore has failed, or an
+environment was not run, the exit code is 1.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
@@ -23,6 +25,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+from build_backend.install import torch_source
 from tests.nightly import commit_name, outcome_of
 
 __all__ = ["ENVIRONMENTS", "RECORD", "SUBSET", "MatrixEnvironment", "main", "read_record"]
@@ -124,10 +127,12 @@ class _MatrixRun:
 
     Args:
         folder: of the checkpoints.
+        torch_cpu_index: URL of an index of torch's builds for CPUs; "": none.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, torch_cpu_index: str) -> None:
         self._folder = folder
+        self._torch_cpu_index = torch_cpu_index
         self._pythons: dict[str, Path] = {}
         self._are_written: dict[str, bool] = {}
 
@@ -139,7 +144,7 @@ class _MatrixRun:
         """
         if name not in self._pythons:
             try:
-                self._pythons[name] = _made(name, ENVIRONMENTS[name])
+                self._pythons[name] = _made(name, ENVIRONMENTS[name], self._torch_cpu_index)
             except subprocess.CalledProcessError as error:
                 raise _NotRun(f"exit code {error.returncode} of an installation") from error
         return self._pythons[name]
@@ -162,14 +167,19 @@ class _MatrixRun:
         return origin if _run_program(self.python(name), "read", copy) else f"failed: {origin}"
 
 
-def main(names: Sequence[str]) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Run the tests in the named environments, or in all. Return 1 if not all ran and passed."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--torch-cpu-index", default="", metavar="URL")
+    parser.add_argument("environments", nargs="*", metavar="ENVIRONMENT")
+    chosen = parser.parse_args(arguments)
+    names = chosen.environments
     if unknown := set(names) - ENVIRONMENTS.keys():
         print(f"{', '.join(sorted(unknown))}: expected one of {', '.join(ENVIRONMENTS)}")
         return 2
     passed = True
     with tempfile.TemporaryDirectory(prefix="recpoint-matrix-") as folder:
-        matrix_run = _MatrixRun(Path(folder))
+        matrix_run = _MatrixRun(Path(folder), chosen.torch_cpu_index)
         for name in ENVIRONMENTS:
             if names and name not in names:
                 continue
@@ -187,8 +197,13 @@ def main(names: Sequence[str]) -> int:
     return 0 if passed else 1
 
 
-def _made(name: str, environment: MatrixEnvironment) -> Path:
+def _made(name: str, environment: MatrixEnvironment, torch_cpu_index: str) -> Path:
     """Return the Python of an environment, which is made first if it is not there.
+
+    Args:
+        name: of the environment.
+        environment: its versions.
+        torch_cpu_index: URL of an index of torch's builds for CPUs; "": none.
 
     Raises:
         _NotRun: this machine has no such Python.
@@ -203,14 +218,15 @@ def _made(name: str, environment: MatrixEnvironment) -> Path:
         if base is None:
             raise _NotRun(f"no Python {environment.python}")
         torch = f"torch=={environment.torch}"
-        print(f"{name}: installing {torch} and all else into the cache", flush=True)
+        source, torch_options = torch_source(torch_cpu_index)
+        print(f"{name}: installing all into the cache; {torch} {source}", flush=True)
         shutil.rmtree(directory, ignore_errors=True)
         _run([base, "-m", "venv", str(directory)])
         constraints = ["-c", str(ROOT / "constraints.txt")] if environment.constrained else []
         # recpoint itself comes from this checkout. Its requirements on Prefect may exclude the
         # version that is tried here.
         other_packages = [*_requirements(), f"prefect=={environment.prefect}", *_TEST_PACKAGES]
-        _run([*install, *constraints, torch, *other_packages])
+        _run([*install, *torch_options, *constraints, torch, *other_packages])
         if environment.torchrec:
             torchrec = f"torchrec=={environment.torchrec}"
             fbgemm = f"fbgemm-gpu-cpu=={environment.fbgemm}"

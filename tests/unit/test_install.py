@@ -136,17 +136,18 @@ def test_a_python_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     assert "found Python 3.10.12" in refused and "Next: make PYTHON=python3.11" in refused
 
 
-def test_make_gives_an_index_that_its_caller_may_replace() -> None:
+@pytest.mark.parametrize(("goal", "program"), [("install", "development"), ("matrix", "tests.m")])
+def test_make_gives_an_index_that_its_caller_may_replace(goal: str, program: str) -> None:
     # Without what a `make` above these tests was given.
     given = ("MAKE", "MFLAGS", "TORCH_CPU_INDEX")
     environment = {k: v for k, v in os.environ.items() if not k.startswith(given)}
 
     def command(*arguments: str) -> str:
-        plan = ["make", "--dry-run", "--always-make", "install", *arguments]
+        plan = ["make", "--dry-run", "--always-make", goal, *arguments]
         done = subprocess.run(
             plan, cwd=ROOT, env=environment, capture_output=True, text=True, check=True
         )
-        return next(line for line in done.stdout.splitlines() if "development" in line)
+        return next(line for line in done.stdout.splitlines() if program in line).strip()
 
     assert command().endswith("--torch-cpu-index 'https://download.pytorch.org/whl/cpu'")
     assert command("TORCH_CPU_INDEX=").endswith("--torch-cpu-index ''")
