@@ -11,6 +11,7 @@ import tomllib
 from collections.abc import Iterator
 from functools import cache
 from importlib import metadata
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,33 @@ def test_the_pythons_are_those_that_readme_promises() -> None:
     supported = SpecifierSet(PROJECT["requires-python"])
     assert all(python in supported for python in OLDEST_PATCHES)
     assert len(OLDEST_PATCHES) > 1
+
+
+def test_the_bounds_are_those_that_limits_promises() -> None:
+    texts = [*PROJECT["dependencies"], *chain(*PROJECT["optional-dependencies"].values())]
+    bounds = {required.name: required.specifier for required in map(Requirement, texts)}
+    page = (ROOT / "docs/understanding/limits.md").read_text()
+    for name in ("torch", "TorchRec", "Lightning", "Prefect"):
+        promised = re.search(
+            rf"^\| {name} \| ([\d.]+) and newer(?:, below ([\d.]+))?\b", page, re.M
+        )
+        assert promised, name
+        oldest, first_refused = promised.groups()
+        expected = f">={oldest}" + (f",<{first_refused}" if first_refused else "")
+        assert bounds[name.lower()] == SpecifierSet(expected)
+
+
+@pytest.mark.parametrize("name", ["torch", "torchrec"])
+def test_pip_is_never_asked_for_an_older_torch(name: str) -> None:
+    """A user's torch stays, whatever extra is installed beside it."""
+    texts = [*PROJECT["dependencies"], *chain(*PROJECT["optional-dependencies"].values())]
+    bounds = [
+        bound.operator
+        for required in map(Requirement, texts)
+        if required.name == name
+        for bound in required.specifier
+    ]
+    assert bounds and set(bounds) == {">="}
 
 
 def test_the_installed_versions_are_the_pinned_ones() -> None:
