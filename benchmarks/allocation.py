@@ -9,7 +9,10 @@ errors are smaller. `bits_vs_searched` says what that costs: the bits of the cho
 choice by the errors of a search at each width, at the same sum of importance times stored error.
 
 `rms_vs_uniform` is the root mean square of what rounding changes in the logits of later samples,
-over the same with one width for all rows, at as many bits a row.
+over the same with one width for all rows, at as many bits a row. `rms_by_counts_vs_uniform` is the
+same for a choice that knows the counts of lookups alone, as for SGD.
+
+`million_lookups_per_s` is the speed at which lookups are counted, in a table of 2^22 rows.
 """
 
 from __future__ import annotations
@@ -24,8 +27,9 @@ from torch import Tensor
 from benchmarks.learning import Learned, Task, restored_rows, retail
 from benchmarks.machine import keep_freed_memory
 from benchmarks.report import Report, Spread, alternate, spread_of
-from recpoint.kernels import row_gather
+from recpoint.kernels import lookup_counts, row_gather
 from recpoint.kernels.allocation import EXACT, WIDTHS, allocate, reference, row_bits
+from recpoint.kernels.lookup_counts import reference as counting
 from recpoint.kernels.quantize import (
     ASYMMETRIC,
     default_method,
@@ -36,13 +40,15 @@ from recpoint.kernels.quantize import (
 
 __all__ = ["KEYS", "run"]
 
+_COUNT_SPEED = "million_lookups_per_s"
 _SPEEDS = ("gb_per_s_all_widths", "gb_per_s", "gb_per_s_with_codes")
-KEYS = (
-    *_SPEEDS,
-    "bits_vs_searched",
+_RATIOS = (
     "rms_vs_uniform_full",
     "rms_vs_uniform_increment",
+    "rms_by_counts_vs_uniform_full",
+    "rms_by_counts_vs_uniform_increment",
 )
+KEYS = (*_SPEEDS, _COUNT_SPEED, "bits_vs_searched", *_RATIOS)
 
 _DIMS = (8, 16, 64, 128)
 #: The widths for all rows that the choice is compared with.
@@ -57,8 +63,8 @@ def run(*, smoke: bool) -> Report:
     """Measure speeds on rows of 8 to 128 values, then models of purchases with rows of 16 and 64.
 
     Each figure is the worst of all row lengths; `bits_vs_searched` also of the damages of 3, 4 and
-    5 bits for all rows, and `rms_vs_uniform_*` of 3 and 4 bits. `full` counts the bits of all rows,
-    `increment` those of the rows that the last 60 batches trained.
+    5 bits for all rows, and the ratios of `rms` of 3 and 4 bits. `full` counts the bits of all
+    rows, `increment` those of the rows that the last 60 batches trained.
     """
     keep_freed_memory()
     torch.sparse.check_sparse_tensor_invariants.disable()  # the default, without its warning
@@ -70,17 +76,17 @@ def run(*, smoke: bool) -> Report:
     torch.set_num_threads(1)
     try:
         _speeds(report, values=1 << 14 if smoke else 1 << 18, rounds=3 if smoke else 41)
+        _count_speed(report, rows=1 << (12 if smoke else 22), rounds=3 if smoke else 41)
     finally:
         torch.set_num_threads(threads)
-    figures: dict[str, list[float]] = {key: [] for key in KEYS[len(_SPEEDS) :]}
+    figures: dict[str, list[float]] = {key: [] for key in ("bits_vs_searched", *_RATIOS)}
     for dim in (16, 64):
         batches, tests = (4, 2) if smoke else (None, None)
         task = retail(dim=dim, batches=batches, tests=tests, rows=1 << (10 if smoke else 18))
         learned = task.learn(0)
         figures["bits_vs_searched"].append(_errors(report, learned, dim))
-        full, increment = _deviations(report, task, learned, dim)
-        figures["rms_vs_uniform_full"].append(full)
-        figures["rms_vs_uniform_increment"].append(increment)
+        for key, value in zip(_RATIOS, _deviations(report, task, learned, dim), strict=True):
+            figures[key].append(value)
     report.figures |= {key: max(values) for key, values in figures.items()}
     return report
 
@@ -104,6 +110,20 @@ def _speeds(report: Report, values: int, rounds: int) -> None:
             worst[key].append(spread_of([rows.nbytes / each / 1e9 for each in times]))
     for key, spreads in worst.items():
         report.put(key, min(spreads))
+
+
+def _count_speed(report: Report, rows: int, rounds: int) -> None:
+    """Count lookups of ids that come as those of clicks do: few of them very often."""
+    torch.manual_seed(0)
+    ids = (rows * torch.rand(1 << 16, dtype=torch.float64) ** 4).long()
+    codes, expected = (torch.zeros(rows, dtype=torch.uint8) for _ in range(2))
+    lookup_counts.count(codes, ids[:2000], start=0)
+    counting.count(expected, ids[:2000], start=0)
+    if not torch.equal(codes, expected):
+        raise RuntimeError("counts of lookups: not the codes of the reference")
+    (times,) = alternate(rounds, partial(lookup_counts.count, codes, ids, start=0))
+    report.timed(_COUNT_SPEED, times)
+    report.put(_COUNT_SPEED, spread_of([len(ids) / each / 1e6 for each in times]))
 
 
 def _store(rows: Tensor, importance: Tensor, price: float) -> None:
@@ -190,10 +210,11 @@ def _bits_at(curve: list[tuple[float, float]], damage: float) -> float:
     return float(np.interp(np.log(damage), np.log(points[:, 0]), points[:, 1]))
 
 
-def _deviations(report: Report, task: Task, learned: Learned, dim: int) -> tuple[float, float]:
+def _deviations(report: Report, task: Task, learned: Learned, dim: int) -> list[float]:
     """Add a table row for each width and price; return the largest ratios of deviations.
 
     The first ratio is at equal bits of all rows, the second at equal bits of an increment's rows.
+    The others are the same for widths by counts of lookups.
     """
     model, optimizers = learned
     model.eval()  # without dropout, logits depend on the rows alone
@@ -225,27 +246,42 @@ def _deviations(report: Report, task: Task, learned: Learned, dim: int) -> tuple
         return *means, rms
 
     prices = torch.logspace(-11, -16.5, 14, dtype=torch.float64) * len(task.batches(0))
-    points: Any = np.array(
-        [
+    curves: list[Any] = []
+    for name, importances in (("", sums), (", by counts", _scaled_counts(task, sums))):
+        points = [
             measure(
-                f"{price:.1e}",
-                [allocate(w, s, price) for w, s in zip(weights, sums, strict=True)],
+                f"{price:.1e}{name}",
+                [allocate(w, s, price) for w, s in zip(weights, importances, strict=True)],
             )
             for price in prices.tolist()
         ]
-    )
-    ratios: list[tuple[float, float]] = []
+        curves.append(np.array(points))
+    ratios: list[list[float]] = []
     for width in _UNIFORM:
         all_of_width = [torch.full((len(w),), width, dtype=torch.uint8) for w in weights]
         *_, rms = measure(f"{width} bits for all", all_of_width)
-        at_full, at_increment = (
-            float(np.exp(np.interp(width, points[:, column], np.log(points[:, 2])))) / rms
-            for column in (0, 1)
+        ratios.append(
+            [
+                float(np.exp(np.interp(width, points[:, column], np.log(points[:, 2])))) / rms
+                for points in curves
+                for column in (0, 1)
+            ]
         )
-        ratios.append((at_full, at_increment))
     for table, weight in zip(tables, weights, strict=True):
         table.weight.data.copy_(weight)
-    return max(full for full, _ in ratios), max(increment for _, increment in ratios)
+    return [max(of_widths) for of_widths in zip(*ratios, strict=True)]
+
+
+def _scaled_counts(task: Task, sums: list[Tensor]) -> list[Tensor]:
+    """Return counts of the lookups of training, with one factor so that sums have the same mean."""
+    codes = [torch.zeros(len(of_table), dtype=torch.uint8) for of_table in sums]
+    for number, batch in enumerate(task.batches(0)):
+        for column, of_table in enumerate(codes):
+            ids = batch.sparse[:, column]
+            lookup_counts.count(of_table, ids, start=number * len(ids))
+    counts = [lookup_counts.values(of_table) for of_table in codes]
+    factor = float(torch.cat(sums).sum() / torch.cat(counts).sum())
+    return [factor * of_table for of_table in counts]
 
 
 def _logits(task: Task, model: Any) -> Tensor:

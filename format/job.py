@@ -83,7 +83,8 @@ class Allocation(Part):
     """How the agent chooses a width for each row of a table (format §7, allocation).
 
     `price` is what one bit may cost. A row's importance is `scale` times the mean of its values of
-    the row state with index `state`, each less `initial`, values below zero counted as zero.
+    the row state with index `state`, each less `initial`, values below zero counted as zero. A
+    state of U8 has codes, each of which stands for a count of lookups.
     """
 
     price: HexFloat
@@ -159,7 +160,7 @@ class StagedTable(Part):
                 f"an allocation by row state {self.allocation.state} of {len(states)} row states"
             )
         state = states[self.allocation.state]
-        if state.dtype not in FLOAT_DTYPES:
+        if state.dtype not in (*FLOAT_DTYPES, "U8"):
             raise ValueError(f"an allocation by the row state {state.name!r:.80} of {state.dtype}")
         return self
 

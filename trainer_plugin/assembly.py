@@ -48,6 +48,7 @@ from recpoint.trainer_plugin.ranks.sharding import (
 )
 from recpoint.trainer_plugin.restore.growth import Growth
 from recpoint.trainer_plugin.restore.start import TrainingJob
+from recpoint.trainer_plugin.schedule.outlook import keys_by_loss
 from recpoint.trainer_plugin.settings import Precision, Settings
 from recpoint.trainer_plugin.snapshot.cut import Cutter
 from recpoint.trainer_plugin.snapshot.memory_bound import MemoryBound
@@ -57,6 +58,7 @@ from recpoint.trainer_plugin.state.lookahead import Lookahead
 from recpoint.trainer_plugin.state.model import ModelState
 from recpoint.trainer_plugin.state.optimizers import OptimizerState
 from recpoint.trainer_plugin.state.reader import Stateful
+from recpoint.trainer_plugin.state.second_moments import counts_of
 from recpoint.trainer_plugin.state.training_state import TrainingState
 from recpoint.trainer_plugin.state.unknown_optimizers import UnknownOptimizers
 from recpoint.trainer_plugin.tables import find_tables, hold_pieces, optimizer_list
@@ -463,9 +465,13 @@ def assemble(
                 features,
             )
     with ranks.together("looking at the state of training"):
+        by_loss = keys_by_loss(trained.tables, settings.precision)
+        counts = counts_of(trained.tables, trained.optimizers, by_loss)
         state = TrainingState(
             model=trained.model_state,
-            optimizers=OptimizerState(trained.module, trained.optimizers, trained.tables),
+            optimizers=OptimizerState(
+                trained.module, trained.optimizers, trained.tables, counts=counts
+            ),
             schedulers=[schedulers] if isinstance(schedulers, Stateful) else schedulers,
             schedules=trained.schedules,
             reader=reader,
@@ -476,7 +482,7 @@ def assemble(
         )
         state.refuse_unwritable()
         loss = meter_of(
-            settings.precision, trained.module, shards, trained.sources, state.optimizers
+            settings.precision, trained.module, shards, trained.sources, state.optimizers, counts
         )
         state.loss = loss
         trackers = {
@@ -484,6 +490,8 @@ def assemble(
             for shard in shards
             if shard.table is not None
         }
+        for key in counts.keys() & trackers.keys():
+            trackers[key].counts = counts[key]
         row_local = tuple(settings.options.row_local_optimizers)
         extra_objects = () if extras is None else tuple(extras.values())
         unknown = UnknownOptimizers(

@@ -26,12 +26,12 @@ class Loss:
         Checkpointer(..., bits=recpoint.Loss(increase=1e-4, of=loss_of_batch))
 
     Each row gets the width, 2 to 8 bits or its own bytes, that is worth its bits: the squared
-    gradients in its optimizer's state say how much an error matters, and one price of a bit holds
-    for all tables. The price is measured: before some batches are trained, their loss is computed
-    three times, with the rows that they look up as they are, and with the errors of rounding added
-    and taken off. A price is used once the measured batches have shown, at 95 % confidence however
-    often one looks, that it costs no more than `increase`. Until then all rows get 8 bits; if even
-    8 bits cost more, rows are stored exactly.
+    gradients in its optimizer's state, or the count of its lookups, say how much an error matters,
+    and one price of a bit holds for all tables. The price is measured: before some batches are
+    trained, their loss is computed three times, with the rows that they look up as they are, and
+    with the errors of rounding added and taken off. A price is used once the measured batches have
+    shown, at 95 % confidence however often one looks, that it costs no more than `increase`. Until
+    then all rows get 8 bits; if even 8 bits cost more, rows are stored exactly.
 
     Rows of increments are stored as residuals to the full of their chain, and second moments in 8
     bits, unless `Precision(residual=False)` or `Precision(state=...)` says otherwise. Errors are
@@ -45,9 +45,11 @@ class Loss:
 
     It works in a plain loop over `Checkpointer.batches`, in one process, with tables and layers on
     the CPU that are looked up by `nn.Embedding` and `nn.EmbeddingBag`, or their functions, without
-    `max_norm`. Their optimizers must keep squared gradients: Adagrad, row-wise Adagrad, Adam, AdamW
-    and SparseAdam do. Tables that are named in `Precision.tables` ("lossless" or 8) may have any.
-    Tables that `of` has not looked up in a measured batch get 8 bits.
+    `max_norm`. Tables that `of` has not looked up in a measured batch get 8 bits.
+
+    Adagrad, row-wise Adagrad, Adam, AdamW and SparseAdam keep squared gradients. For all other
+    optimizers, lookups are counted, in one byte a row. There is no common price of both in one
+    model: the tables of one kind must be named in `Precision.tables` ("lossless" or 8).
 
     Attributes:
         increase: the most by which rounding may raise the loss, as a share of the loss: 1e-4 is

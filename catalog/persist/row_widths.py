@@ -19,6 +19,7 @@ from recpoint.catalog.persist.residuals import BlockResiduals
 from recpoint.catalog.staging.job import StagedJob, state_name
 from recpoint.format.dtypes import item_bytes
 from recpoint.format.job import Allocation
+from recpoint.kernels import lookup_counts
 from recpoint.kernels.allocation import WIDTHS, allocate
 from recpoint.kernels.bit_packing.widths import packed_width
 
@@ -68,10 +69,13 @@ def importance(states: Tensor, scale: float, initial: float = 0.0) -> Tensor:
     Values that are negative then count as 0.
 
     Args:
-        states: [n, …] of a float dtype.
+        states: [n, …] of a float dtype; or u8, counts of lookups as `kernels.lookup_counts` has
+            them.
         scale: above 0.
         initial: the value with which the optimizer began the state.
     """
+    if states.dtype is torch.uint8:
+        states = lookup_counts.values(states)
     sums = (states.unsqueeze(1).flatten(1).to(torch.float64) - initial).clamp(min=0.0)
     count = sums.shape[1]
     # In halves, in an order that neither threads nor processors change.

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from recpoint.embeddings.tables.counted_lookups import LookupCounts
 from recpoint.embeddings.tables.lookups import (
     AfterLookupHook,
     LookupHook,
@@ -37,8 +38,10 @@ class RowMarks(Protocol):
         set_bits: marks ids.
         unapplied: rows were marked at a lookup and no optimizer step has followed yet.
         is_marked_after_steps: lookups need no mark in a compiled graph.
+        counts: counts lookups that train rows; None: nobody needs the counts.
     """
 
+    counts: LookupCounts | None
     weight: Tensor
     set_bits: Callable[[Tensor], None]
     unapplied: bool
@@ -161,6 +164,8 @@ class MarkedLookups:
             if rewritten:
                 self._rewrites_rows_of(module, ids)
             tracker.set_bits(ids)
+            if trains and tracker.counts is not None:
+                tracker.counts.add(ids)
         except IndexError:
             return  # nothing was marked; the lookup itself fails, with torch's message
         except Exception as error:

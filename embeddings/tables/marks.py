@@ -29,16 +29,16 @@ from operator import is_
 import torch
 from torch import Tensor
 
+from recpoint.embeddings.tables.counted_lookups import LookupCounts
 from recpoint.embeddings.tables.lookups import changes_of
 from recpoint.embeddings.tables.marked_lookups import FAILED_LOOKUP, MarkedLookups
+from recpoint.embeddings.tables.row_state_versions import UNCOUNTED, RowStateVersions
 from recpoint.embeddings.tables.tables import Marker, Table
 from recpoint.kernels import dirty_bitmap
 
 __all__ = ["Dirty", "LookupMarker", "Tracker"]
 
 _log = logging.getLogger("recpoint")
-
-_UNCOUNTED = "under torch.inference_mode(), where torch counts no in-place changes"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -79,6 +79,7 @@ class Tracker:
         quick: what `optimizers.after_steps` needs for a table on the CPU that is marked by
             gradient: the weight, the address of the bitmap and the number of rows. None for other
             tables.
+        counts: counts the lookups of rows that are trained; None: nobody needs the counts.
     """
 
     # Slots keep the object compact: between two steps its memory has left the CPU's caches.
@@ -94,6 +95,7 @@ class Tracker:
         "bitmap",
         "by_gradient",
         "changes",
+        "counts",
         "is_marked_after_steps",
         "quick",
         "rows",
@@ -113,6 +115,7 @@ class Tracker:
         self.by_gradient = False
         self.unapplied = False
         self.surprise: str | None = None
+        self.counts: LookupCounts | None = None
         self.version = 0
         self._lookups = MarkedLookups(table)
         self._know_weight()
@@ -122,7 +125,7 @@ class Tracker:
         self._use(dirty_bitmap.new(self.rows, device=table.weight.device))
         self._installed = False
         self.changes = 0
-        self._states: list[tuple[weakref.ref[Tensor], int]] = []
+        self._states = RowStateVersions()
         # Set by `choose`: recpoint knows what a step of its optimizer changes.
         self._known = self.is_marked_after_steps = False
 
@@ -133,7 +136,7 @@ class Tracker:
 
     def _quick(self, bitmap: Tensor) -> tuple[Tensor, int, int] | None:
         """Build the `quick` attribute for this bitmap."""
-        if self.by_gradient and bitmap.is_cpu:
+        if self.by_gradient and bitmap.is_cpu and self.counts is None:
             return self.weight, bitmap.data_ptr(), self.rows
         return None
 
@@ -213,6 +216,9 @@ class Tracker:
         weight = self.weight
         # The gradient still exists: torch's optimizers leave its removal to zero_grad().
         gradient = weight.grad
+        # Lookups in a compiled graph were not seen, and neither were those of tables by gradient.
+        if self.counts is not None and gradient is not None and not self.unapplied:
+            self.counts.add_gradient(gradient)
         if self.by_gradient:
             version = weight._version
             count, self.version = version - self.version, version
@@ -309,12 +315,7 @@ class Tracker:
         """Note that every change until now is marked."""
         self.version = self._version()
         self._lookups.take_rewrites()
-        # Row states that are gone stay known: others have taken their place, all rows of which the
-        # next look makes dirty.
-        self._states = [
-            (ref, version if (tensor := ref()) is None else changes_of(tensor))
-            for ref, version in self._states
-        ]
+        self._states.know_changes()
         self.changes = 0
 
     def take(self) -> Dirty:
@@ -447,14 +448,16 @@ class Tracker:
             self._fit_bitmaps(self.weight.device)
             self.unexplained("its weight moved to another device or has another number of rows")
         if self.weight.is_inference():
-            self.unexplained(f"its weight was made {_UNCOUNTED}")
+            self.unexplained(f"its weight was made {UNCOUNTED}")
 
     def follow_growth(self) -> None:
         """Follow a table that was given more rows: all its rows are dirty, and nobody is warned."""
         self.all_rows = True
         self._fit_bitmaps(self.bitmap.device)
         self._know_weight()
-        self._states = []
+        self._states = RowStateVersions()
+        if self.counts is not None:
+            self.counts.follow_growth(self.rows)
 
     def _fit_bitmaps(self, device: torch.device) -> None:
         """Go on with a clean bitmap for the rows that the table has now."""
@@ -463,30 +466,19 @@ class Tracker:
         self._spare.clear()
 
     def follow_row_states(self, tensors: Sequence[Tensor]) -> None:
-        """Notice that row states are other tensors, or were changed outside the steps.
-
-        Row states that the first step creates are new in the table's spec, so nothing is checked
-        about them here.
-        """
+        """Notice that row states are other tensors, or were changed outside the steps."""
         # The table changes its own states as it likes, and reports the rows.
         own_states = {id(state) for state in self.table.own_states.values()}
         tensors = [tensor for tensor in tensors if id(tensor) not in own_states]
         # A table that is dirty as a whole needs no check, and could fail it: momentum, for
         # instance, changes its buffer twice for each change of the weight.
-        checked_states = () if self.all_rows else self._states
-        for (ref, version), tensor in zip(checked_states, tensors, strict=False):
-            if ref() is not tensor:
-                self.unexplained("its optimizer has other row states")
-            elif tensor.is_inference():
-                self.unexplained(f"its row states were made {_UNCOUNTED}")
-            # A step of a known optimizer changes row states as often as the weight, or not at all.
-            elif self._known and changes_of(tensor) - version > self.changes:
-                self.unexplained("its row states were changed outside the steps of its optimizer")
-        self._know_row_states(tensors)
-
-    def _know_row_states(self, tensors: Sequence[Tensor]) -> None:
-        # Weak references: they must not keep tensors that an optimizer has dropped.
-        self._states = [(weakref.ref(tensor), changes_of(tensor)) for tensor in tensors]
+        if not self.all_rows:
+            # A known optimizer's step changes row states as often as the weight, or not at all.
+            most_changes = self.changes if self._known else None
+            why = self._states.surprise(tensors, most_changes=most_changes)
+            if why is not None:
+                self.unexplained(why)
+        self._states.know(tensors)
         self.changes = 0
 
     def _version(self) -> int:

@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from recpoint.embeddings.tables.counted_lookups import LookupCounts
 from recpoint.errors import SettingsError
 from recpoint.format.job import Allocation
 from recpoint.format.manifest import MeasuredLoss
@@ -65,6 +66,7 @@ class LossMeter:
         priced: keys of the tables whose rows get widths by the price.
         wide: keys of the other tables whose rows get 8 bits.
         moments: finds the second moments of tables.
+        counts: `Table.key` -> counts of lookups, of tables without second moments.
         clock: seconds that only grow.
 
     Attributes:
@@ -81,6 +83,7 @@ class LossMeter:
         priced: frozenset[str],
         wide: frozenset[str],
         moments: SecondMoments,
+        counts: Mapping[str, LookupCounts] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._setting = setting
@@ -89,6 +92,7 @@ class LossMeter:
         self._priced = priced
         self._rounded = priced | wide
         self._moments = moments
+        self._counts = dict(counts or {})
         self._clock = clock
         self._search = PriceSearch(setting.increase, self._first_price, may_raise=self._may_raise)
         self._prediction: _Prediction | None = None
@@ -215,11 +219,16 @@ class LossMeter:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a restart needs to go on."""
-        return {"search": self._search.state_dict(), "factor": self._factor}
+        state = {"search": self._search.state_dict(), "factor": self._factor}
+        counted = {key: counts.counted for key, counts in self._counts.items()}
+        return state | ({"counted": counted} if counted else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` returned."""
         self._search.load_state_dict(state["search"])
+        for key, counted in state.get("counted", {}).items():
+            if key in self._counts:
+                self._counts[key].counted = int(counted)
         factor = state["factor"]
         self._factor = None if factor is None else float(factor)
         self._prediction = self._predicted_price = self._mean_loss = None

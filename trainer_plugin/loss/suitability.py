@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from torch import nn
 
+from recpoint.embeddings.tables.counted_lookups import LookupCounts
 from recpoint.embeddings.tables.tables import Table, TableSource
 from recpoint.errors import SettingsError
 from recpoint.trainer_plugin.loss.meter import LossMeter
@@ -29,6 +30,7 @@ def meter_of(
     shards: Sequence[StoredShard],
     sources: Sequence[TableSource],
     optimizers: OptimizerState,
+    counts: Mapping[str, LookupCounts],
 ) -> LossMeter | None:
     """Return what measures the loss that rounding costs; None: no loss decides about widths.
 
@@ -38,6 +40,7 @@ def meter_of(
         shards: the tables of the job, which has one rank.
         sources: the libraries that supply tables in their own form.
         optimizers: the state of the optimizers.
+        counts: `Table.key` -> counts of lookups, of tables without squared gradients.
 
     Raises:
         SettingsError: the cost of rounding a table cannot be measured in this model.
@@ -49,13 +52,14 @@ def meter_of(
     priced = keys_by_loss(tables, precision)
     widths = table_widths(tables, precision)
     wide = frozenset(table.key for table in tables if widths[table.key] == 8) - priced
-    moments = SecondMoments(optimizers.optimizers, sources)
+    moments = SecondMoments(optimizers.optimizers, sources, counted=counts.keys())
     _refuse_model(model)
     for table in tables:
         if table.key in priced | wide:
             _refuse_table(table, fused=table.row_states is not None)
         if table.key in priced:
             moments.require(table)
+    moments.require_one_unit([table for table in tables if table.key in priced])
     return LossMeter(
         setting,
         model,
@@ -63,6 +67,7 @@ def meter_of(
         priced=priced,
         wide=wide,
         moments=moments,
+        counts=counts,
     )
 
 

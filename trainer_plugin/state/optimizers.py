@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from recpoint.catalog.restore.in_place import fits, write
+from recpoint.embeddings.tables.counted_lookups import LOOKUPS, LookupCounts
 from recpoint.embeddings.tables.optimizers import row_states
 from recpoint.embeddings.tables.tables import Table
 from recpoint.trainer_plugin import mismatches
@@ -32,7 +33,7 @@ class RowState:
 
     Attributes:
         optimizer: index of the optimizer that has them; None: the table itself or its source, or
-            none.
+            none. The counts of lookups (`LOOKUPS`) are no optimizer's.
         tensors: name -> [rows, ...].
     """
 
@@ -48,14 +49,21 @@ class OptimizerState:
         model: the model.
         optimizers: its optimizers.
         tables: its tables, whose row states are left out.
+        counts: `Table.key` -> counts of its lookups, which are a row state of the table.
     """
 
     def __init__(
-        self, model: nn.Module, optimizers: Sequence[Optimizer], tables: Sequence[Table]
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        tables: Sequence[Table],
+        *,
+        counts: Mapping[str, LookupCounts] | None = None,
     ) -> None:
         self._model = model
         self.optimizers = tuple(optimizers)
         self._tables = tuple(tables)
+        self._counts = dict(counts or {})
         # Keys of each optimizer's groups before training; groups may be added later.
         self._settings = [
             [frozenset(group) for group in optimizer.param_groups] for optimizer in self.optimizers
@@ -71,11 +79,13 @@ class OptimizerState:
         source_states = table.row_states
         if source_states is not None:
             return RowState(None, source_states)
-        weight, own_states = table.weight, table.own_states
+        counts = self._counts.get(table.key)
+        lookups = {} if counts is None else {LOOKUPS: counts.codes}
+        weight, own_states = table.weight, {**table.own_states, **lookups}
         for number, optimizer in enumerate(self.optimizers):
             state = optimizer.state.get(weight)
             if state:
-                return RowState(number, {**row_states(state, weight.shape[0]), **own_states})
+                return RowState(number, row_states(state, weight.shape[0]) | own_states)
         return RowState(None, own_states)
 
     def begin_entries(self) -> None:
@@ -260,6 +270,10 @@ class OptimizerState:
                 optimizers_here[new][0].state[parameter] = _restored(
                     parameter, own_entry, rows.get(new, {})
                 )
+        for table in self._tables:
+            lookups = rows.get(table.parameter_name, {}).get(LOOKUPS)
+            if table.key in self._counts and lookups is not None:
+                self._counts[table.key].codes.copy_(lookups)
 
     def _torch_groups(self) -> dict[int, dict[str, Any]]:
         """Return the group of each parameter that a torch optimizer trains, by `id()`."""

@@ -11,24 +11,30 @@ that mean, or a sum from which it follows:
     SparseAdam, and       exp_avg_sq, which moves only in steps that look the row up. It is the mean
     Adam as fused         over the row's last 1 / (1 - beta2) lookups, and not over steps
 
-The last is F for a row that each batch looks up, and more than F for other rows. Nothing counts
-their lookups. While a row has had fewer lookups than 1 / (1 - beta2), its state grows with each
-lookup as Adagrad's sum does, so rows still stand in the order of their sums.
+The last is F for a row that each batch looks up, and more than F for other rows. While a row has
+had fewer lookups than 1 / (1 - beta2), its state grows with each lookup as Adagrad's sum does, so
+rows still stand in the order of their sums.
+
+Other optimizers of torch, such as SGD, keep no such state. Lookups of their tables are counted
+(`embeddings.tables.counted_lookups`), and F is taken as the lookups a batch, as if each had the
+same squared gradient. The unit of this F is another one, so it has no price in common with the F
+above.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from torch.optim import Adagrad, Adam, AdamW, Optimizer, SparseAdam
 
+from recpoint.embeddings.tables.counted_lookups import LOOKUPS, LookupCounts
 from recpoint.embeddings.tables.optimizers import is_rowwise_adagrad
 from recpoint.embeddings.tables.tables import Table, TableSource
 from recpoint.errors import SettingsError
 from recpoint.format.manifest import TableSpec
 
-__all__ = ["SecondMoment", "SecondMoments"]
+__all__ = ["SecondMoment", "SecondMoments", "counts_of"]
 
 #: Names of the row states.
 _SUM: Final = "sum"
@@ -45,9 +51,10 @@ _FUSED: Final = {
 
 
 class SecondMoment(NamedTuple):
-    """The row state of a table that is a second moment of its gradients.
+    """The row state of a table that stands for a second moment of its gradients.
 
-    A row's importance is `scale` times the mean of its values of the state, less `initial`.
+    A row's importance is `scale` times the mean of its values of the state, less `initial`. The
+    values of `LOOKUPS` are the counts that its codes stand for.
 
     Attributes:
         state: index of the row state in the table's spec.
@@ -66,22 +73,47 @@ class SecondMoments:
     Args:
         optimizers: the optimizers that train the model.
         sources: the libraries that supply tables in their own form.
+        counted: keys of the tables whose lookups are counted instead.
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer], sources: Sequence[TableSource]) -> None:
+    def __init__(
+        self,
+        optimizers: Sequence[Optimizer],
+        sources: Sequence[TableSource],
+        *,
+        counted: Collection[str] = (),
+    ) -> None:
         self._optimizers = tuple(optimizers)
         self._sources = tuple(sources)
+        self._counted = frozenset(counted)
 
     def require(self, table: Table) -> None:
-        """Refuse a table whose optimizer keeps no second moment of its gradients.
+        """Refuse a table of which neither a second moment nor a count of lookups is kept.
 
         Raises:
-            SettingsError: it keeps none, or no optimizer trains the table.
+            SettingsError: its optimizer keeps no second moment, or no optimizer trains the table.
         """
         if _is_fused(table):
             self._fused(table)
-        else:
+        elif table.key not in self._counted:
             self._trained(table)
+
+    def require_one_unit(self, tables: Sequence[Table]) -> None:
+        """Refuse tables whose importances have two units, for which no price holds.
+
+        Raises:
+            SettingsError: the lookups of some tables are counted, and others have second moments.
+        """
+        counted = [table for table in tables if table.key in self._counted]
+        if counted and len(counted) < len(tables):
+            raise SettingsError(
+                f"widths by the loss for table {counted[0].name!r}",
+                found="an optimizer without squared gradients, so that its lookups are counted, "
+                "beside tables with squared gradients",
+                expected="importances of one unit, so that one price of a bit holds for all tables",
+                next_step=f"give one kind of tables a width of its own, Precision(tables="
+                f"{{{counted[0].name!r}: 8}}), or train all tables with optimizers of one kind",
+            )
 
     def of(self, table: Table, spec: TableSpec, batches: int) -> SecondMoment | None:
         """Return the second moment of a table; None if no step has changed it yet.
@@ -94,7 +126,10 @@ class SecondMoments:
         Raises:
             SettingsError: as `require`.
         """
-        if _is_fused(table):
+        beta2, initial, steps = None, 0.0, batches
+        if table.key in self._counted:
+            name = LOOKUPS
+        elif _is_fused(table):
             entry = self._fused(table)
             name, initial = _FUSED[entry["optimizer"]], 0.0
             beta2 = entry["beta2"] if name == _MEAN else None
@@ -130,11 +165,45 @@ class SecondMoments:
             for group in optimizer.param_groups:
                 if any(parameter is table.weight for parameter in group["params"]):
                     kind = type(optimizer)
-                    # Subclasses may keep something else under the same name.
-                    if kind is Adagrad or kind in _ADAMS or is_rowwise_adagrad(kind):
+                    if _keeps_second_moments(kind):
                         return optimizer, group
                     raise _refused(table, f"{kind.__module__}.{kind.__qualname__}")
         raise _refused(table, "no optimizer that trains it")
+
+
+def counts_of(
+    tables: Sequence[Table], optimizers: Sequence[Optimizer], keys: Collection[str]
+) -> dict[str, LookupCounts]:
+    """Return counts for tables on the CPU whose optimizer of torch keeps no second moment.
+
+    Args:
+        tables: the tables of the model.
+        optimizers: the optimizers that train it.
+        keys: keys of the tables that need a second moment.
+
+    Returns:
+        `Table.key` -> its counts, all zero.
+    """
+    trained = {
+        id(parameter)
+        for optimizer in optimizers
+        if not _keeps_second_moments(type(optimizer))
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+    return {
+        table.key: LookupCounts(table.rows)
+        for table in tables
+        if table.key in keys
+        and not (_is_fused(table) or table.cached)
+        and table.weight.is_cpu
+        and id(table.weight) in trained
+    }
+
+
+def _keeps_second_moments(kind: type) -> bool:
+    # Subclasses may keep something else under the same name.
+    return kind is Adagrad or kind in _ADAMS or is_rowwise_adagrad(kind)
 
 
 def _is_fused(table: Table) -> bool:
@@ -145,8 +214,7 @@ def _refused(table: Table, found: str) -> SettingsError:
     return SettingsError(
         f"widths by the loss for table {table.name!r}",
         found=found,
-        expected="an optimizer that keeps squared gradients: Adagrad, row-wise Adagrad, Adam, AdamW"
-        " or SparseAdam of torch, or a fused Adagrad or Adam",
+        expected="an optimizer of torch that trains the table, or a fused Adagrad or Adam",
         next_step="choose one of these for the table, or give the table a width of its own,"
         " Precision(tables={NAME: 8})",
     )

@@ -219,6 +219,11 @@ def test_importance_of_no_rows(shape: tuple[int, ...]) -> None:
     assert row_widths.importance(torch.empty(shape), 0.5).shape == (0,)
 
 
+def test_importance_of_counts_goes_by_what_their_codes_stand_for() -> None:
+    codes = torch.tensor([0, 3, 16, 255], dtype=torch.uint8)
+    assert row_widths.importance(codes, 0.5).tolist() == [0.0, 1.5, 8.0, 0.5 * 15 * 2**30]
+
+
 def test_importance_leaves_out_the_value_that_a_state_began_with() -> None:
     states = torch.tensor([[0.5, 0.5], [0.75, 0.25], [1.0, 1.5]])
     assert row_widths.importance(states, 0.5, 0.5).tolist() == [0.0, 0.0625, 0.375]

@@ -37,6 +37,12 @@ def staged(
     return StagedTable(**table | fields)
 
 
+def test_an_allocation_may_go_by_counts_in_a_byte() -> None:
+    lookups = RowStateSpec(name="recpoint.lookups", dtype="U8", shape=(), optimizer=0)
+    spec = TableSpec(name="items", rows=9, dim=8, dtype="F32", row_states=(lookups,))
+    assert staged(spec=spec, state=0).allocation is not None
+
+
 @pytest.mark.parametrize("dtype", ["F64", "F32", "F16", "BF16"])
 def test_an_allocation_is_part_of_its_table(dtype: str) -> None:
     table = staged(dtype=dtype)
