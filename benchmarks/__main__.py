@@ -24,6 +24,7 @@ NAMES = (
     "snapshot",
     "lookahead",
     "cache",
+    "keyed",
     "servers",
     "parity",
     "persist",

@@ -1,4 +1,4 @@
-#include "../native/operation.h"
+#include "../native/open_table.h"
 
 namespace recpoint::RECPOINT_SET {
 namespace {
@@ -13,16 +13,10 @@ static_assert(sizeof(Entry) == 16);
 
 constexpr int64_t AHEAD = 24;  // ids whose memory is asked for before it is needed
 
-// The entry at which the search for an id begins. Two multiplications, so ids at equal distances
-// spread as all others do.
+// The entry at which the search for an id begins.
 int64_t begin(int64_t id, int64_t mask) {
-    uint64_t hash = static_cast<uint64_t>(id) * 0x9E3779B97F4A7C15u;
-    hash ^= hash >> 32;
-    hash *= 0xD6E8FEB86659FD93u;
-    return static_cast<int64_t>(hash >> 20) & mask;
+    return static_cast<int64_t>(spread(static_cast<uint64_t>(id)) >> 20) & mask;
 }
-
-void ask(const Entry* entry) { __builtin_prefetch(entry, 1, 3); }
 
 // The entry of a row, or the empty one where it belongs. There are always empty entries, so the
 // search ends.

@@ -1,8 +1,4 @@
-#include "../native/operation.h"
-
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
+#include "../native/open_table.h"
 
 namespace recpoint::RECPOINT_SET {
 namespace {
@@ -45,17 +41,11 @@ constexpr int64_t NO_MEMORY = -2;
 constexpr int64_t NOT_NEW = -3;
 constexpr int64_t NEGATIVE = -4;  // minus the position of the negative id
 
-void ask(const void* address) { __builtin_prefetch(address, 1, 3); }
-
 // --- the table ---------------------------------------------------------------------------------
 
-// The entry at which the search for an id begins. Two multiplications, so ids at equal distances
-// spread as all others do.
+// The entry at which the search for an id begins.
 int64_t home(const Map& map, int64_t id) {
-    uint64_t hash = static_cast<uint64_t>(id) * 0x9E3779B97F4A7C15u;
-    hash ^= hash >> 32;
-    hash *= 0xD6E8FEB86659FD93u;
-    return static_cast<int64_t>(hash >> map.shift);
+    return static_cast<int64_t>(spread(static_cast<uint64_t>(id)) >> map.shift);
 }
 
 // The slot of a row, or -1. There are always empty entries, so the search ends.
@@ -258,19 +248,6 @@ int64_t count_evictable(Map* map, int64_t released) {
 }
 
 // --- calls -------------------------------------------------------------------------------------
-
-// Asks for large pages, because nearly every access is on another page. An error leaves small pages,
-// which are slower and right.
-void ask_for_large_pages([[maybe_unused]] void* memory, [[maybe_unused]] int64_t bytes) {
-#if defined(__linux__) && defined(MADV_HUGEPAGE)
-    constexpr uintptr_t page = 4096;
-    constexpr int64_t large_page = 1 << 21;
-    if (bytes < 2 * large_page) return;
-    const auto start = (reinterpret_cast<uintptr_t>(memory) + page - 1) & ~(page - 1);
-    const auto stop = (reinterpret_cast<uintptr_t>(memory) + bytes) & ~(page - 1);
-    madvise(reinterpret_cast<void*>(start), stop - start, MADV_HUGEPAGE);
-#endif
-}
 
 // Makes the map empty.
 void clear_slots(Map* map) {

@@ -27,6 +27,7 @@ _COMPARED = (
     "test_dirty_bitmap",
     "test_dirty_rows",
     "test_erasure",
+    "test_key_map",
     "test_lookup_counts",
     "test_many_tables",
     "test_moments",

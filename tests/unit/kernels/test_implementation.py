@@ -49,6 +49,7 @@ def _on_cuda() -> set[tuple[str | None, str]]:
         "copy_ahead",
         "dirty_rows",
         "erasure",
+        "key_map",
         "lookup_counts",
         "moments",
         "row_blocks",

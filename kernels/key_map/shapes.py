@@ -1,0 +1,66 @@
+"""What the calls of a key map need to be given."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from recpoint.kernels.arguments import require
+
+__all__ = ["MOST_SLOTS", "require_larger", "require_pairs", "require_slot_keys", "require_vector"]
+
+#: The largest capacity: an entry of the index has half of its 64 bits for the slot.
+MOST_SLOTS: Final = (1 << 31) - 1
+
+
+def require_vector(name: str, values: Tensor) -> None:
+    """Refuse what is no contiguous vector of int64 on the CPU.
+
+    Raises:
+        ValueError: names the argument.
+    """
+    require(name, values, torch.int64, 1)
+    if not values.is_cpu:
+        raise ValueError(f"{name}: device {values.device}, expected cpu")
+
+
+def require_pairs(keys: Tensor, slots: Tensor) -> None:
+    """Refuse keys and slots that are not two vectors of one length.
+
+    Raises:
+        ValueError: names the argument.
+    """
+    require_vector("keys", keys)
+    require_vector("slots", slots)
+    if len(keys) != len(slots):
+        raise ValueError(f"slots: {len(slots)}, expected {len(keys)}, one for each key")
+
+
+def require_slot_keys(slot_keys: Tensor) -> None:
+    """Refuse a tensor that cannot hold the keys of 1 to MOST_SLOTS slots.
+
+    Raises:
+        ValueError: says which capacity it would make.
+    """
+    require_vector("slot_keys", slot_keys)
+    capacity = len(slot_keys) - 1
+    if not 1 <= capacity <= MOST_SLOTS:
+        raise ValueError(
+            f"slot_keys: room for slot 0 and {capacity:,} others, expected 1 to {MOST_SLOTS:,}"
+        )
+
+
+def require_larger(slot_keys: Tensor, before: Tensor) -> None:
+    """Refuse a tensor that has no room for what `before` has.
+
+    Raises:
+        ValueError: says which capacity it would make.
+    """
+    require_slot_keys(slot_keys)
+    if len(slot_keys) < len(before):
+        raise ValueError(
+            f"slot_keys: capacity {len(slot_keys) - 1:,}, expected the current one,"
+            f" {len(before) - 1:,}, or more"
+        )
