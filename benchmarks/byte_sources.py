@@ -11,9 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.coded_chain import Rule, TableCopy, chain_rows
 from benchmarks.criteo_dlrm import CriteoDLRM
 from benchmarks.dirty_trace import Masks, fleet_masks
 from benchmarks.learning import train_batch
+from benchmarks.measured_mix import drawn_forms, measured_mix
+from benchmarks.priced_job import give_price
 from benchmarks.row_wise import RowWiseAdagrad
 from benchmarks.stored_sizes import Form, MergedFull, check, form_of
 from benchmarks.trained_rows import trained_rows
@@ -21,6 +24,7 @@ from benchmarks.workload import StagedTraining, examples_on_path, scratch, stage
 from recpoint import Precision
 from recpoint.catalog.consolidate.consolidate import consolidate
 from recpoint.catalog.consolidate.plan import plan_consolidation
+from recpoint.catalog.persist.row_widths import importance
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.staging.job import ids_name, open_slot, values_name
 from recpoint.catalog.staging.job_files import read_job
@@ -31,13 +35,50 @@ from recpoint.format.manifest import Kind, Manifest, TableSpec
 from recpoint.format.naming import ManifestName
 from recpoint.trainer_plugin.settings import FixedBits, StateBits
 
-__all__ = ["WIDTHS", "OptimizerName", "Source", "criteo_shaped", "fleet", "retail"]
+__all__ = [
+    "WIDTHS",
+    "OptimizerName",
+    "RowForms",
+    "RowWidth",
+    "Source",
+    "criteo_shaped",
+    "fleet",
+    "retail",
+]
+
+#: The width of all rows; or "price": each row has one of its own, and increments have residuals.
+RowWidth = FixedBits | Literal["price"]
 
 WIDTHS: tuple[FixedBits, ...] = (2, 3, 4, 8, "lossless")
-OptimizerName = Literal["row-wise Adagrad", "Adagrad", "Adagrad, state=16"]
+OptimizerName = Literal["row-wise Adagrad", "Adagrad", "Adagrad, state=16", "Adagrad, state=8"]
+
+#: Of the jobs at a price: rows of several widths come of it.
+_TEMPLATE_PRICE = 2.0**-40
+_TEMPLATE_SCALE = 0.5
+_SKEWED_BY = (1, 1, 1, 1, 1, 8, 16, 16, 16)
 
 #: A job and its manifest as an agent stored them: everything of a checkpoint except its rows.
 Stored = tuple[Job, Manifest]
+
+
+@dataclass(frozen=True)
+class RowForms:
+    """The stored form of each row of each table.
+
+    Attributes:
+        full: in a full.
+        increments: in increments: the share of the rows that change, and their forms; empty: as in
+            a full.
+    """
+
+    full: tuple[Form, ...]
+    increments: tuple[tuple[float, tuple[Form, ...]], ...] = ()
+
+    def of_increment(self, share: float) -> tuple[Form, ...]:
+        """Return the forms of an increment in which this share of the rows changes."""
+        if not self.increments:
+            return self.full
+        return min(self.increments, key=lambda measured: abs(measured[0] - share))[1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,21 +90,23 @@ class Source:
         tables: the embedding tables that are trained.
         masks: for each interval, whether it changes each row; the tables' rows are concatenated.
         templates: for each width, a full and an increment of such a run.
-        consolidated: for each width, the manifest of the full and the increment merged.
-        forms: for each width, the stored form of the rows of each table.
+        consolidated: for each width, the manifest of the full and the increment merged; not for
+            "price", because residuals are not merged into their full.
+        forms: for each width, the stored forms of the rows.
     """
 
     name: str
     tables: tuple[TableSpec, ...]
     masks: Masks
-    templates: Mapping[FixedBits, Mapping[Kind, Stored]]
-    consolidated: Mapping[FixedBits, Manifest]
-    forms: Mapping[FixedBits, tuple[Form, ...]]
+    templates: Mapping[RowWidth, Mapping[Kind, Stored]]
+    consolidated: Mapping[RowWidth, Manifest]
+    forms: Mapping[RowWidth, RowForms]
 
 
-def fleet(*, smoke: bool) -> Source:
-    """Return a run with Check-N-Run's curve: 10 million rows of 64 values, row-wise Adagrad."""
+def fleet(*, smoke: bool, optimizer: OptimizerName = "row-wise Adagrad") -> Source:
+    """Return a run with Check-N-Run's curve: 10 million rows of 64 values."""
     examples_on_path()
+    from batches import Batch
     from train_dlrm import DLRM
 
     rows, dim = (50_000 if smoke else 10_000_000), 64
@@ -72,30 +115,42 @@ def fleet(*, smoke: bool) -> Source:
         generator = torch.Generator().manual_seed(4)
         while True:
             ids = torch.randint(0, 2048, (512, 1), generator=generator)
-            yield torch.randn(512, 13, generator=generator), ids, torch.ones(512)
+            yield Batch(torch.randn(512, 13, generator=generator), ids, torch.ones(512))
 
     model = DLRM({"rows": 2048}, 13, dim=dim)
-    templates, consolidated = _stored(model, "row-wise Adagrad", batches())
+    templates, consolidated = _stored(model, optimizer, batches())
+    templates["price"] = _stored_at_a_price(model, optimizer, batches())
     spec = templates["lossless"]["full"][0].tables[0].spec.model_copy(update={"rows": rows})
     sample = trained_rows(dim=dim, batches=4 if smoke else 120, rows=4096)
+    forms: dict[RowWidth, RowForms] = {
+        bits: RowForms((form,)) for bits, form in _forms_like(sample, rows).items()
+    }
+    mix = measured_mix(optimizer, smoke=smoke)
+    forms["price"] = RowForms(
+        (drawn_forms(mix.full, rows, seed=6),),
+        tuple(
+            (share, (drawn_forms(shares, rows, seed=7 + number),))
+            for number, (share, shares) in enumerate(mix.increments)
+        ),
+    )
     return Source(
-        name=f"26 % trace, {rows / 1e6:g} M x {dim}",
+        name=f"26 % trace, {rows / 1e6:g} M x {dim}, {optimizer}",
         tables=(spec,),
         masks=fleet_masks(rows, 24, seed=1),
         templates=templates,
         consolidated=consolidated,
-        forms={bits: (form,) for bits, form in _forms_like(sample, rows).items()},
+        forms=forms,
     )
 
 
-def _forms_like(sample: Tensor, rows: int) -> dict[FixedBits, Form]:
+def _forms_like(sample: Tensor, rows: int) -> dict[RowWidth, Form]:
     """Return forms of `rows` rows, each a row of `sample` with 1 % noise on its values."""
-    forms: dict[FixedBits, Form] = {bits: np.zeros(rows, np.uint8) for bits in WIDTHS}
+    forms: dict[RowWidth, Form] = {bits: np.zeros(rows, np.uint8) for bits in WIDTHS}
     generator = torch.Generator().manual_seed(5)
     for first in range(0, rows, len(sample)):
         noisy = sample * (1 + 0.01 * torch.randn(sample.shape, generator=generator))
         for bits, form in forms.items():
-            if bits != "lossless":
+            if isinstance(bits, int):
                 part = form[first : first + len(sample)]
                 part[:] = form_of(noisy[: len(part)], bits)
     return forms
@@ -184,16 +239,21 @@ def _trained(
     small = _smaller(model)
     modulo = torch.tensor([len(table.weight) for table in small.tables.values()])
     templates, consolidated = _stored(
-        small, optimizer, ((b.dense[:512], b.sparse[:512] % modulo, b.label[:512]) for b in first)
+        small,
+        optimizer,
+        (type(b)(b.dense[:512], b.sparse[:512] % modulo, b.label[:512]) for b in first),
     )
     specs = tuple(
         table.spec.model_copy(update={"rows": count})
         for table, count in zip(templates["lossless"]["full"][0].tables, rows, strict=True)
     )
     weights = [table.weight.detach() for table in model.tables.values()]
-    forms = {
-        bits: tuple(
-            np.zeros(len(w), np.uint8) if bits == "lossless" else form_of(w, bits) for w in weights
+    forms: dict[RowWidth, RowForms] = {
+        bits: RowForms(
+            tuple(
+                np.zeros(len(w), np.uint8) if bits == "lossless" else form_of(w, bits)
+                for w in weights
+            )
         )
         for bits in WIDTHS
     }
@@ -232,7 +292,7 @@ def _optimizers(model: Any, optimizer: OptimizerName) -> list[torch.optim.Optimi
 
 def _stored(
     model: Any, optimizer: OptimizerName, batches: Iterator[Any]
-) -> tuple[dict[FixedBits, dict[Kind, Stored]], dict[FixedBits, Manifest]]:
+) -> tuple[dict[RowWidth, dict[Kind, Stored]], dict[RowWidth, Manifest]]:
     """Store a full and an increment of `model` in each width, and compare them with the count.
 
     Returns:
@@ -242,9 +302,8 @@ def _stored(
         RuntimeError: the counted bytes differ from the stored bytes.
     """
     optimizers = _optimizers(model, optimizer)
-    state: StateBits = 16 if optimizer.endswith("16") else "lossless"
-    templates: dict[FixedBits, dict[Kind, Stored]] = {}
-    consolidated: dict[FixedBits, Manifest] = {}
+    templates: dict[RowWidth, dict[Kind, Stored]] = {}
+    consolidated: dict[RowWidth, Manifest] = {}
     with scratch() as memory:
         for bits in WIDTHS:
             url = str(memory / str(bits))
@@ -253,7 +312,7 @@ def _stored(
                 optimizers,
                 url=url,
                 staging=memory / "staging",
-                bits=Precision(bits=bits, state=state),
+                bits=Precision(bits=bits, state=_state_bits(optimizer)),
                 row_local_optimizers=(RowWiseAdagrad,),
             ) as tracked:
                 templates[bits] = {}
@@ -265,6 +324,73 @@ def _stored(
                     templates[bits][kind] = stored
             consolidated[bits] = _merged(url, *stored, ids, forms)
     return templates, consolidated
+
+
+def _stored_at_a_price(
+    model: Any, optimizer: OptimizerName, batches: Iterator[Any]
+) -> dict[Kind, Stored]:
+    """Store a full and an increment of `model` at a price, and compare them with the count.
+
+    The increment has residuals.
+
+    Raises:
+        RuntimeError: the counted bytes differ from the stored bytes.
+    """
+    examples_on_path()
+    from batches import Batch
+
+    optimizers = _optimizers(model, optimizer)
+    (table,) = model.tables.values()
+    sums = optimizers[0].state[table.weight]["sum"]
+    rule = Rule(price=_TEMPLATE_PRICE, residual=True)
+    templates: dict[Kind, Stored] = {}
+    copies: list[TableCopy] = []
+    with (
+        scratch() as memory,
+        staged_run(
+            model,
+            optimizers,
+            url=str(memory / "run"),
+            staging=memory / "staging",
+            bits=Precision(bits=8, residual=True, state=_state_bits(optimizer)),
+            row_local_optimizers=(RowWiseAdagrad,),
+        ) as tracked,
+    ):
+        kinds: tuple[Kind, Kind] = ("full", "increment")
+        for kind in kinds:
+            for part in _SKEWED_BY:  # so low ids are looked up more often, and matter more
+                batch = next(batches)
+                labels = (batch.dense[:, 0] > 0).float()
+                train_batch(model, optimizers, Batch(batch.dense, batch.sparse // part, labels))
+                tracked.checkpointer.step()
+            path = tracked.cut()
+            job = give_price(path, _TEMPLATE_PRICE, scale=_TEMPLATE_SCALE)
+            copies.append(
+                TableCopy(table.weight.detach().clone(), importance(sums, _TEMPLATE_SCALE))
+            )
+            ids = (
+                None
+                if kind == "full"
+                else _read(open_slot(path, job).extent(ids_name(0)), np.int64)
+            )
+            changed = torch.arange(0) if ids is None else torch.from_numpy(ids)
+            chain = chain_rows(copies[0], copies[-1], changed, changed, rule, seed=job.step)
+            form = chain.full_forms
+            if ids is not None:
+                form = np.zeros_like(form)
+                form[ids] = chain.increment_forms
+            tracked.persist()
+            manifest = Run.open(open_store(tracked.url)).manifest(job.step, job.generation)
+            check(job, manifest, [ids], [form])
+            if len({entry.bits for entry in manifest.chunks if entry.content == "rows"}) < 2:
+                raise RuntimeError(f"step {job.step}: all rows have one width")
+            templates[kind] = job, manifest
+    return templates
+
+
+def _state_bits(optimizer: OptimizerName) -> StateBits:
+    bits: dict[OptimizerName, StateBits] = {"Adagrad, state=16": 16, "Adagrad, state=8": 8}
+    return bits.get(optimizer, "lossless")
 
 
 def _merged(url: str, job: Job, manifest: Manifest, ids: list[Any], forms: list[Form]) -> Manifest:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks import byte_sources
-from benchmarks.byte_sources import WIDTHS, Source
+from benchmarks.byte_sources import RowWidth, Source
 from benchmarks.dirty_trace import Checkpoint, Mask, replay, rows_since
 from benchmarks.report import Report
 from benchmarks.stored_sizes import Ids, MergedFull, Parts, stored_parts
@@ -26,11 +26,12 @@ from recpoint.format.dtypes import array_bytes, item_bytes
 from recpoint.format.job import Job
 from recpoint.format.manifest import TableSpec
 from recpoint.trainer_plugin.policy import Policy
-from recpoint.trainer_plugin.settings import FixedBits
 
 __all__ = ["KEYS", "Counted", "count", "run"]
 
 _SUFFIXES = ("", "_retail", "_retail_adagrad", "_criteo")
+#: The published trace with elementwise Adagrad has figures at a price alone.
+_STATE = "_state"
 KEYS = tuple(
     f"{figure}_x_{bits}bit{suffix}{suffix_of}"
     for suffix in _SUFFIXES
@@ -45,7 +46,7 @@ KEYS = tuple(
         ("capacity", "_intermittent"),
         ("capacity", "_intermittent_at_commit"),
     )
-)
+) + ("written_x", "kept_x", "written_x_state")
 
 
 class Plan(NamedTuple):
@@ -66,14 +67,14 @@ PLANS = (
 )
 #: The reductions of write bandwidth and capacity that the paper reports for its fleet with the
 #: intermittent policy.
-PAPER: Mapping[FixedBits, str] = {2: "17 / 8", 8: "6 / 2.5"}
+PAPER: Mapping[RowWidth, str] = {2: "17 / 8", 8: "6 / 2.5"}
 
 
 class Counted(NamedTuple):
     """One plan in one width: its checkpoints, and the bytes of a full fp32 checkpoint."""
 
     plan: str
-    bits: FixedBits
+    bits: RowWidth
     taken: list[Checkpoint]
     full_fp32: int
 
@@ -107,7 +108,9 @@ def run(*, smoke: bool, plot: bool = False) -> Report:
     is committed. `bandwidth_x` and `capacity_x` belong to one policy: the policy that writes the
     fewest bytes and, among equals, keeps the fewest. `_merging_counted` adds the bytes that
     consolidation writes for that policy. `bandwidth_x_…_all` is the best of all policies with those
-    bytes added.
+    bytes added. `written_x` and `kept_x` are of the published trace with the policy `intermittent`,
+    with a width for each row, the mix of widths that was measured on a trained model, and
+    residuals; `written_x_state` is `written_x` with elementwise Adagrad and `state=8`.
     The gate: for each source and width, a full, an increment and both consolidated have as many
     stored bytes, object by object, as are counted here.
     """
@@ -124,14 +127,18 @@ def run(*, smoke: bool, plot: bool = False) -> Report:
         byte_sources.retail,
         rounded,
         byte_sources.criteo_shaped,
+        partial(byte_sources.fleet, optimizer="Adagrad, state=8"),
     ]
-    for suffix, new_source in zip(_SUFFIXES, sources, strict=True):
+    for suffix, new_source in zip((*_SUFFIXES, _STATE), sources, strict=True):
         source = new_source(smoke=smoke)
         counted = count(source)
         print(f"counted: {source.name}", file=sys.stderr, flush=True)
         _rows(report, source, counted)
-        for bits in (2, 8):
-            _figures(report, suffix, bits, [c for c in counted if c.bits == bits])
+        if suffix != _STATE:
+            for bits in (2, 8):
+                _figures(report, suffix, bits, [c for c in counted if c.bits == bits])
+        if "price" in source.forms:
+            _figures_at_a_price(report, suffix, counted)
         report.notes.append(_where(source))
         if plot:
             from benchmarks import byte_plots
@@ -147,14 +154,16 @@ def count(source: Source) -> list[Counted]:
     sizes = _Sizes(source)
     intervals, full = len(source.masks), sizes.full_fp32
     counted = []
-    for bits in WIDTHS:
+    for bits in source.forms:
         for plan in PLANS:
+            if bits == "price" and plan.merge_every is not None:
+                continue  # residuals are not merged into their full
             replayed = replay(
                 plan.policy,
                 intervals,
                 sizes.of(bits),
                 consolidate_every=plan.merge_every,
-                merge=sizes.merging(bits),
+                merge=None if plan.merge_every is None else sizes.merging(bits),
             )
             counted.append(Counted(plan.name, bits, replayed, full))
     return counted
@@ -176,16 +185,16 @@ class _Sizes:
         real = sum(_row_bytes(spec) * spec.rows for spec in self._source.tables)
         return job.full_bytes - tables + real
 
-    def of(self, bits: FixedBits) -> _OfWidth:
+    def of(self, bits: RowWidth) -> _OfWidth:
         """Return the sizes for one width."""
         return _OfWidth(self, bits)
 
-    def merging(self, bits: FixedBits) -> Callable[[Sequence[int]], int]:
+    def merging(self, bits: RowWidth) -> Callable[[Sequence[int]], int]:
         """Return the argument `merge` of `replay`; it keeps its own merged full."""
         source = self._source
         job = self._with_rows(source.templates[bits]["increment"][0], None)
         manifest = source.consolidated[bits].model_copy(update={"tables": source.tables})
-        full = MergedFull(job, manifest, source.forms[bits])
+        full = MergedFull(job, manifest, source.forms[bits].full)
 
         def merge(links: Sequence[int]) -> int:
             return full.merge([self._ids(source.masks[link_to]) for link_to in links]).total()
@@ -208,17 +217,21 @@ class _Sizes:
             tables.append(table.model_copy(update=changes))
         return job.model_copy(update={"tables": tuple(tables)})
 
-    def _parts(self, bits: FixedBits, base: int | None, interval: int) -> Parts:
+    def _parts(self, bits: RowWidth, base: int | None, interval: int) -> Parts:
         source = self._source
         job, manifest = source.templates[bits]["full" if base is None else "increment"]
-        ids = None if base is None else self._ids(rows_since(source.masks, base, interval))
         specs = manifest.model_copy(update={"tables": source.tables})
-        rows = [None] * len(source.tables) if ids is None else ids
-        return stored_parts(self._with_rows(job, ids), specs, rows, source.forms[bits])
+        if base is None:
+            rows: list[Ids | None] = [None] * len(source.tables)
+            return stored_parts(self._with_rows(job, None), specs, rows, source.forms[bits].full)
+        mask = rows_since(source.masks, base, interval)
+        ids = self._ids(mask)
+        forms = source.forms[bits].of_increment(float(mask.mean()))
+        return stored_parts(self._with_rows(job, ids), specs, ids, forms)
 
 
 class _OfWidth:
-    def __init__(self, sizes: _Sizes, bits: FixedBits) -> None:
+    def __init__(self, sizes: _Sizes, bits: RowWidth) -> None:
         self._sizes, self._bits = sizes, bits
 
     def __call__(self, base: int | None, interval: int) -> int:
@@ -234,19 +247,20 @@ def _row_bytes(spec: TableSpec) -> int:
 def _rows(report: Report, source: Source, counted: Sequence[Counted]) -> None:
     share = statistics.fmean(float(mask.mean()) for mask in source.masks)
     full = counted[0].full_fp32
+    is_of_paper = source.name.startswith("26 %") and source.name.endswith("row-wise Adagrad")
     report.rows.append((f"{source.name}: fp32 each time", 32, full / 1e6, 1.0, *[""] * 6))
     for counts in counted:
         written, merged = (
             statistics.fmean(values) / 1e6
             for values in ([t.written for t in counts.taken], [t.merged[1] for t in counts.taken])
         )
-        on_fleet = source.name.startswith("26 %") and counts.plan == "intermittent"
+        has_paper = is_of_paper and counts.plan == "intermittent"
         report.rows.append(
             (
-                counts.plan, "fp32" if counts.bits == "lossless" else counts.bits,
+                counts.plan, _width_text(counts.bits),
                 written, counts.bandwidth, merged, counts.bandwidth_merging,
                 max(t.kept for t in counts.taken) / 1e6, counts.capacity,
-                PAPER.get(counts.bits, "") if on_fleet else "", counts.capacity_at_commit,
+                PAPER.get(counts.bits, "") if has_paper else "", counts.capacity_at_commit,
             )
         )  # fmt: skip
     report.notes.append(
@@ -254,7 +268,7 @@ def _rows(report: Report, source: Source, counted: Sequence[Counted]) -> None:
     )
 
 
-def _figures(report: Report, suffix: str, bits: FixedBits, counted: Sequence[Counted]) -> None:
+def _figures(report: Report, suffix: str, bits: RowWidth, counted: Sequence[Counted]) -> None:
     best = max(counted, key=lambda counts: (counts.bandwidth, counts.capacity))
     cheapest = max(counted, key=lambda counts: counts.bandwidth_merging)
     paper = next(counts for counts in counted if counts.plan == "intermittent")
@@ -273,14 +287,25 @@ def _figures(report: Report, suffix: str, bits: FixedBits, counted: Sequence[Cou
     )
 
 
+def _figures_at_a_price(report: Report, suffix: str, counted: Sequence[Counted]) -> None:
+    (counts,) = (c for c in counted if (c.plan, c.bits) == ("intermittent", "price"))
+    report.figures[f"written_x{suffix}"] = counts.bandwidth
+    if suffix != _STATE:
+        report.figures[f"kept_x{suffix}"] = counts.capacity
+
+
 def _where(source: Source) -> str:
     """Return the share of each kind of content in the bytes of an increment."""
     lines = []
-    for bits in (2, 8):
+    for bits in [width for width in source.forms if width in (2, 8, "price")]:
         parts = _Sizes(source).parts(bits, 0, 1)
         total = parts.total()
         shares = ", ".join(
             f"{name} {size / total:.1%}" for name, size in Counter(parts).most_common() if size
         )
-        lines.append(f"  an increment of {bits} bits, {total / 1e6:.2f} MB: {shares}")
+        lines.append(f"  an increment ({_width_text(bits)}), {total / 1e6:.2f} MB: {shares}")
     return "\n".join(lines)
+
+
+def _width_text(bits: RowWidth) -> str:
+    return "fp32" if bits == "lossless" else str(bits)

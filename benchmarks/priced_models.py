@@ -2,9 +2,9 @@
 
 Each model is trained once. A full is cut when three quarters of its batches are trained, and an
 increment at the end. Then its tables are replaced by what a restore from both would return, by one
-rule after another. The price is chosen as `bits=Loss(increase=1e-4)` does, on samples that are
-neither trained nor tested: the highest power of two at which the even part of what the errors cost
-is at most 1e-4 of the log loss, at the upper end of a 95 % interval.
+rule after another. The price is chosen as `bits=Loss(increase=1e-4)` does, without residuals and on
+samples that are neither trained nor tested: the highest power of two at which the even part of what
+the errors cost is at most 1e-4 of the log loss, at the upper end of a 95 % interval.
 """
 
 from __future__ import annotations
@@ -222,7 +222,7 @@ class TrainedModel:
         bounds: dict[int, float] = {low: math.inf}
         while low < high:  # the cost grows with the price
             middle = (low + high + 1) // 2
-            bounds[middle] = self._even_high(Rule(price=2.0**middle, residual=True), losses_before)
+            bounds[middle] = self._even_high(Rule(price=2.0**middle), losses_before)
             if bounds[middle] <= INCREASE:
                 low = middle
             else:

@@ -30,7 +30,7 @@ from recpoint.catalog.staging.job import StagedJob
 from recpoint.format.chunk import ChunkMeta, RowSetCoding, Section, chunk_header
 from recpoint.format.dtypes import Dtype, array_bytes, item_bytes
 from recpoint.format.job import Job
-from recpoint.format.manifest import GRID_DTYPE, ChunkEntry, Manifest, Scheme
+from recpoint.format.manifest import GRID_DTYPE, ChunkEntry, Manifest
 from recpoint.format.naming import row_chunk_key, sample_chunk_key, state_chunk_key
 from recpoint.format.records import pack_record
 from recpoint.kernels import row_set
@@ -227,7 +227,7 @@ def _row_chunks(job: Job, block: RowBlock, ids: Ids | None, form: Form) -> Itera
 def _row_chunk(job: Job, index: int, number: int, ids: Ids, stored_form: StoredForm) -> _Planned:
     table, count = job.tables[index], len(ids)
     spec, parameters = table.spec, stored_form.parameters
-    scheme: Scheme = "exact" if parameters is None else "asymmetric"
+    scheme = stored_form.scheme(table)
     coded = row_set.encode(torch.from_numpy(ids))
     if parameters is None:
         sections = [_section("values", spec.dtype, (count, spec.dim))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from benchmarks import stored_sizes
+from benchmarks.coded_chain import Rule, TableCopy, chain_rows
 from benchmarks.dirty_trace import fleet_masks, replay, rows_since
 from benchmarks.row_wise import RowWiseAdagrad
 from benchmarks.stored_sizes import EXACT, NARROW, WIDE, MergedFull, check, form_of, stored_parts
@@ -18,6 +20,7 @@ from recpoint.catalog.consolidate.consolidate import consolidate
 from recpoint.catalog.consolidate.plan import plan_consolidation
 from recpoint.catalog.persist import plan as persist_plan
 from recpoint.catalog.persist.persist import persist_job
+from recpoint.catalog.persist.row_widths import importance
 from recpoint.catalog.staging.job_files import read_job
 from recpoint.format.job import Job
 from recpoint.format.manifest import Manifest, StateBits
@@ -26,6 +29,7 @@ from recpoint.kernels.bit_packing import BITS
 from recpoint.trainer_plugin.policy import Policy
 from tests.catalog_builder import Table, new_run
 from tests.job_builder import Links, stage
+from tests.mixed_table import PRICE, SCALE, a_chunk_for_each_width, mixed_table
 
 
 def sizes(since: int | None, to: int) -> int:
@@ -95,6 +99,22 @@ def test_what_is_counted_is_what_an_agent_stores(
     parts = stored_parts(job, manifest, rows, [form, np.zeros(30, np.uint8)])
     assert parts.total() - parts["manifest"] == manifest.stored_bytes
     assert parts["row state"] == len(ids) * (4 + state_bytes)
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_rows_with_widths_of_their_own_are_counted(
+    tmp_path: Path, residual: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a_chunk_for_each_width(monkeypatch)
+    table = replace(mixed_table(), residual=residual)
+    ids = torch.nonzero(torch.arange(table.rows) % 3 != 0).flatten()
+    job, manifest = persisted(tmp_path, [table], ids)
+    copy = TableCopy(table.values, importance(table.states[1], SCALE))
+    chain = chain_rows(copy, copy, ids, ids, Rule(price=PRICE, residual=residual), seed=2)
+    form = np.zeros(table.rows, np.uint8)
+    form[ids.numpy()] = chain.increment_forms
+    assert len(set(chain.increment_forms.tolist())) >= (3 if residual else 5)
+    check(job, manifest, [ids.numpy()], [form])
 
 
 def test_a_count_of_other_rows_is_refused(tmp_path: Path) -> None:
