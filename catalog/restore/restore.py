@@ -15,6 +15,7 @@ import torch
 from recpoint.catalog.restore.chain import ChainReading
 from recpoint.catalog.restore.chunks import ChunkSource, StoreChunks
 from recpoint.catalog.restore.dense import dense_shards, join_shards
+from recpoint.catalog.restore.keyed_rows import KEYED_STATES
 from recpoint.catalog.restore.order import NEWEST, RestoreOrder, Selection, Skipped, candidates
 from recpoint.catalog.restore.placement import PartsTarget, TablePart, map_parts
 from recpoint.catalog.restore.rows import LogicalTable, logical_tables
@@ -64,7 +65,8 @@ class MemoryTarget:
 
     Args:
         tables: names of the wanted tables; None: all.
-        row_states: whether the row states of these tables are wanted.
+        row_states: whether the row states of these tables are wanted. Those that say which key
+            has a row always are.
 
     Attributes:
         manifest: manifest of the checkpoint that was restored; None before.
@@ -124,7 +126,7 @@ def _empty(table: LogicalTable, *, row_states: bool) -> TableTarget:
         values=torch.empty(table.rows, table.dim, dtype=torch_dtype(table.dtype), device="cpu"),
         row_states=tuple(
             torch.empty(table.rows, *state.shape, dtype=torch_dtype(state.dtype), device="cpu")
-            if row_states
+            if row_states or state.name in KEYED_STATES
             else None
             for state in table.row_states
         ),

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
+from recpoint.catalog.restore.keyed_rows import KEYED_STATES
 from recpoint.catalog.restore.order import NEWEST, Selection
 from recpoint.catalog.restore.restore import (
     MemoryTarget,
@@ -280,7 +281,10 @@ def shard_of(file: str, tensors: Iterable[ShardTensor]) -> ShardFile:
 
 
 def of_table(table: LogicalTable, tied: Mapping[str, str], include: Include) -> list[ShardTensor]:
-    """Return the tensors of a table in a file: values under each tied name, then row states."""
+    """Return the tensors of a table in a file: values under each tied name, then row states.
+
+    With `model` the only row states are those that say which key has a row.
+    """
     first = weight_name(table.name)
     names = [first, *(name for name, whose in tied.items() if whose == first)]
     values = [
@@ -288,7 +292,18 @@ def of_table(table: LogicalTable, tied: Mapping[str, str], include: Include) -> 
         for name in names
     ]
     if include == "model":
-        return values
+        # Without their keys, the rows of a keyed table are nobody's.
+        return values + [
+            ShardTensor(
+                f"{table.name}.{state.name}",
+                state.dtype,
+                (table.rows, *state.shape),
+                table.name,
+                state.name,
+            )
+            for state in table.row_states
+            if state.name in KEYED_STATES
+        ]
     return values + [
         ShardTensor(
             f"row_states/{table.name}/{state.name}",

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recpoint.catalog.restore.keyed_rows import KEY, LAST_USE, USES, has_keys, used_rows
+from recpoint.catalog.restore.keyed_rows import KEY, KEYED_STATES, LAST_USE, has_keys, used_rows
 from recpoint.catalog.restore.placement import TablePart
 from recpoint.catalog.restore.rows import LogicalTable
 from recpoint.embeddings.tables.tables import Table
@@ -65,7 +65,7 @@ class MovedKeys:
         differences = []
         for name, table in self._tables.items():
             stored_names = {
-                state.name for state in self._stored[name].row_states if state.name in _NAMES
+                state.name for state in self._stored[name].row_states if state.name in KEYED_STATES
             }
             if self._has_keys(name) and stored_names != table.own_states.keys():
                 text = (
@@ -164,9 +164,6 @@ class MovedKeys:
         if not evicted_count:
             return used
         return table.slots.leaving_order(own_states)[evicted_count:].sort().values
-
-
-_NAMES = frozenset((KEY, LAST_USE, USES))
 
 
 def _unused(keys: int, own_states: Mapping[str, Tensor]) -> dict[str, Tensor]:

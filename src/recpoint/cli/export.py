@@ -11,6 +11,13 @@ import numpy as np
 import torch
 
 from recpoint.catalog.restore.files import write_one_file
+from recpoint.catalog.restore.keyed_rows import (
+    KEY,
+    KEYED_STATES,
+    LAST_USE,
+    has_keys,
+    rows_by_key,
+)
 from recpoint.catalog.restore.restore import MemoryTarget, state_dict, weight_name
 from recpoint.catalog.restore.shard_plan import INDEX, SHARD_NAME
 from recpoint.catalog.restore.state_tensors import (
@@ -74,6 +81,8 @@ def _write_dcp(path: Path, target: MemoryTarget, include: Include) -> None:
     for name, value in target_state_dict(target).items():
         if isinstance(value, torch.Tensor | np.ndarray):  # an extra state may be anything
             collect_tensors(model, name, value, ".")
+    for name, states in keyed_states(target).items():
+        collect_tensors(model, name, states, ".")
     state = {"model": model}
     if include == "all":
         state |= {"buffers": transient_tensors(target.state), "row_states": {}, "ranks": {}}
@@ -88,9 +97,32 @@ def _write_dcp(path: Path, target: MemoryTarget, include: Include) -> None:
 
 
 def target_state_dict(target: MemoryTarget) -> dict[str, Any]:
-    """Return what `Module.state_dict` of the trained model returned."""
+    """Return what `Module.state_dict` of the trained model returned.
+
+    The extra state of a keyed table's module is what `KeyedEmbedding.get_extra_state` returns.
+    """
     tables = {weight_name(name): table.values for name, table in target.tables.items()}
-    return state_dict(target.state, tables)
+    extra_states = {
+        f"{name}._extra_state": {"row_states": states, **_keyed_state(target, name)}
+        for name, states in keyed_states(target).items()
+    }
+    return {**state_dict(target.state, tables), **extra_states}
+
+
+def keyed_states(target: MemoryTarget) -> dict[str, dict[str, torch.Tensor]]:
+    """Return, by name of a keyed table, the row states that say which key has a row."""
+    return {
+        name: {key: tensor for key, tensor in states.items() if key in KEYED_STATES}
+        for name, states in row_states(target).items()
+        if has_keys(states)
+    }
+
+
+def _keyed_state(target: MemoryTarget, table: str) -> Mapping[str, Any]:
+    """Return clock, counts and admission of a keyed table, as the state tree has them."""
+    tree: Any = target.state[min(target.state)]
+    state: Mapping[str, Any] = tree["sources"]["keyed"][table]
+    return state
 
 
 def only_in_torch_files(target: MemoryTarget) -> list[str]:
@@ -128,14 +160,19 @@ def _without_arrays(value: Any) -> Any:
 def _frame(target: MemoryTarget) -> Any:
     """Return a DataFrame: `row`, then a column a value, then a column a value of each row state.
 
-    A row state `s` has the column `s` if it has one value a row, else `s.0`, `s.1`, …
+    A keyed table has `key` in place of `row`, and only the rows that keys have. A row state `s` has
+    the column `s` if it has one value a row, else `s.0`, `s.1`, …
     """
     import pandas
 
     ((name, table),) = target.tables.items()
-    parts: list[tuple[str, torch.Tensor]] = [("value", table.values)]
-    parts += row_states(target)[name].items()
+    states = row_states(target)[name]
+    parts: list[tuple[str, torch.Tensor]] = [("value", table.values), *states.items()]
     columns: dict[str, Any] = {"row": np.arange(len(table.values))}
+    if has_keys(states):
+        rows = rows_by_key(states[KEY], states[LAST_USE])
+        columns = {"key": states[KEY][rows].numpy()}
+        parts = [(part, tensor[rows]) for part, tensor in parts if part != KEY]
     for part, tensor in parts:
         flat = tensor.reshape(len(tensor), -1)
         if flat.dtype == torch.bfloat16:
