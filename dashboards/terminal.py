@@ -48,6 +48,7 @@ __all__ = [
     "error_text",
     "fields_table",
     "history_text",
+    "keyed_fields",
     "plain_table",
     "quantizer_text",
     "result_text",
@@ -343,6 +344,17 @@ def tables_table(manifest: Manifest) -> Table:
             *([shown("; ".join(sorted(quantizers.get(index, ()))))] if quantizers else []),
         )
     return table
+
+
+def keyed_fields(manifest: Manifest) -> list[tuple[str, object]]:
+    """Return the fields that say what the keys of keyed tables did; none without such tables."""
+    fields: list[tuple[str, object]] = []
+    for use in manifest.keyed or ():
+        spec = manifest.tables[use.table]
+        keys_text = f"{spec.name:.200}: {use.used:,} in {spec.rows - 1:,} rows"
+        counts_text = f"{use.inserted:,} inserted, {use.evicted:,} evicted, {use.refused:,} refused"
+        fields.append(("keys", f"{keys_text}; {counts_text}"))
+    return fields
 
 
 def widths_fields(manifest: Manifest) -> list[tuple[str, object]]:

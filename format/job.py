@@ -8,6 +8,7 @@ from pydantic import FailFast, Field, model_validator
 
 from recpoint.format.dtypes import FLOAT_DTYPES, MAX_DIMS, Dtype, array_bytes, item_bytes
 from recpoint.format.history import History
+from recpoint.format.keyed_use import KeyedUses, check_keyed
 from recpoint.format.manifest import (
     CODE_BITS,
     MAX_CHAIN_LENGTH,
@@ -231,6 +232,7 @@ class Job(Record):
     stall_us: _Bytes
     copied_ahead: Annotated[CopiedAhead | None, Field(exclude_if=is_absent)] = None
     loss: Annotated[MeasuredLoss | None, Field(exclude_if=is_absent)] = None
+    keyed: Annotated[KeyedUses | None, Field(exclude_if=is_absent)] = None
     cache: Annotated[CacheUse | None, Field(exclude_if=is_absent)] = None
     stripes: Annotated[CheckedStripes | None, Field(exclude_if=is_absent)] = None
     full_bytes: _Bytes
@@ -275,6 +277,7 @@ class Job(Record):
         check_links(self.kind, self.step, self.base, self.parent, self.chain_length)
         check_parts(self.ranks, self.servers)
         check_copied_ahead(self.copied_ahead, self.parts)
+        check_keyed(self.keyed, len(self.tables))
         if self.kind == "full" and any(table.residual for table in self.tables):
             raise ValueError("a full has no residuals")
         if self.rank >= self.parts:

@@ -10,6 +10,7 @@ from pydantic import FailFast, Field, model_validator
 from recpoint.format import naming
 from recpoint.format.dtypes import Dtype, array_bytes, item_bytes
 from recpoint.format.history import History
+from recpoint.format.keyed_use import KeyedUses, check_keyed
 from recpoint.format.records import (
     CheckpointRef,
     Generation,
@@ -500,6 +501,7 @@ class Manifest(StoredRecord):
     stall_us: _Count
     copied_ahead: Annotated[CopiedAhead | None, Field(exclude_if=is_absent)] = None
     loss: Annotated[MeasuredLoss | None, Field(exclude_if=is_absent)] = None
+    keyed: Annotated[KeyedUses | None, Field(exclude_if=is_absent)] = None
     cache: Annotated[CacheUse | None, Field(exclude_if=is_absent)] = None
     stripes: Annotated[CheckedStripes | None, Field(exclude_if=is_absent)] = None
     dirty_rows: _Count
@@ -539,6 +541,7 @@ class Manifest(StoredRecord):
         check_links(self.kind, self.step, self.base, self.parent, self.chain_length)
         check_parts(self.ranks, self.servers)
         check_copied_ahead(self.copied_ahead, self.parts)
+        check_keyed(self.keyed, len(self.tables))
         if self.stands_for is not None:
             links = self.links
             check_links(links.kind, self.step, links.base, links.parent, links.chain_length)

@@ -36,7 +36,12 @@ class DictSlots:
         self.settings = {"evict": "least recent"}
         self.map: dict[int, int] = {}
         self.pending: set[int] = set()
-        self.counts = {"steps": 0, "inserted": 0, "evicted": 0, "refused": 0}
+        self.steps = self.inserted = self.evicted = self.refused = 0
+
+    @property
+    def rows_used(self) -> int:
+        """See `KeyedSlots`."""
+        return len(self.map)
 
     def look_up(self, keys: Tensor) -> None:
         """Do what a lookup in training does."""
@@ -45,7 +50,7 @@ class DictSlots:
         for key in unique_keys:
             if key in self.map:
                 self._mark(self.map[key])
-                self.row_states[LAST_USE][self.map[key]] = self.counts["steps"]
+                self.row_states[LAST_USE][self.map[key]] = self.steps
         for key in new_keys:
             free_slots = [
                 slot
@@ -56,10 +61,10 @@ class DictSlots:
             self._mark(slot)
             self.weight.data[slot] = first_row(key, self.weight.shape[1])
             self.row_states[KEY][slot] = key
-            self.row_states[LAST_USE][slot] = self.counts["steps"]
+            self.row_states[LAST_USE][slot] = self.steps
             self.map[key] = slot
             self.pending.add(slot)
-            self.counts["inserted"] += 1
+            self.inserted += 1
 
     def _mark(self, slot: int) -> None:
         if self.marker is not None:
@@ -67,8 +72,8 @@ class DictSlots:
 
     def _evict(self) -> int:
         slot = int(self.leaving_order(self.row_states)[0])
-        assert int(self.row_states[LAST_USE][slot]) < self.counts["steps"]
-        self.counts["evicted"] += 1
+        assert int(self.row_states[LAST_USE][slot]) < self.steps
+        self.evicted += 1
         self._free(slot)
         return slot
 
@@ -84,7 +89,7 @@ class DictSlots:
         """Begin states before steps of an optimizer, and count the steps."""
 
         def count(*_: object) -> None:
-            self.counts["steps"] += 1
+            self.steps += 1
 
         optimizer.register_step_pre_hook(lambda *_: self.begin_states([optimizer]))
         optimizer.register_step_post_hook(count)
@@ -105,11 +110,19 @@ class DictSlots:
 
     def state_dict(self) -> dict[str, Any]:
         """See `KeyedSlots`."""
-        return {"settings": self.settings, **self.counts, "admission": {}}
+        return {
+            "settings": self.settings,
+            "steps": self.steps,
+            "inserted": self.inserted,
+            "evicted": self.evicted,
+            "refused": self.refused,
+            "admission": {},
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `KeyedSlots`."""
-        self.counts = {name: state[name] for name in self.counts}
+        self.steps, self.inserted = state["steps"], state["inserted"]
+        self.evicted, self.refused = state["evicted"], state["refused"]
         used = (self.row_states[LAST_USE] >= 0).nonzero().flatten().tolist()
         self.map = {int(self.row_states[KEY][slot]): slot for slot in used}
         assert len(self.map) == len(used)

@@ -394,6 +394,7 @@ class PersistJob:
             stands_for=None,
             copied_ahead=self.job.copied_ahead,
             loss=self.job.loss,
+            keyed=self.job.keyed,
             tables=tuple(table.spec for table in self.job.tables),
             committed_ms=now_ms(),
         )

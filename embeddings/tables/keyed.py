@@ -27,10 +27,18 @@ class KeyedSlots(Protocol):
             `keyed.uses`: int64 [rows], on the CPU, the same objects until the table grows.
         marker: is told of slots that are about to change: their key, last use, uses, row or
             entries in row states; None: nobody is.
+        inserted, evicted, refused: counts of keys since training began; see `state_dict`.
     """
 
     row_states: Mapping[str, Tensor]
     marker: Marker | None
+    inserted: int
+    evicted: int
+    refused: int
+
+    @property
+    def rows_used(self) -> int:
+        """Number of slots that keys have."""
 
     def refuse_optimizer(self, optimizer: Optimizer, group: Mapping[str, Any]) -> None:
         """Refuse an optimizer of which the first entries of a new key are not known.

@@ -203,6 +203,13 @@ class Table(ABC):
         """
         return {}
 
+    @property
+    def key_counts(self) -> Mapping[str, int] | None:
+        """Rows that keys have (`used`), and `inserted`, `evicted` and `refused` keys since training
+        began; None: rows do not belong to keys.
+        """
+        return None
+
     def begin_entries(  # noqa: B027  # most tables give no row to another id
         self, optimizers: Sequence[Optimizer]
     ) -> None:

@@ -105,6 +105,17 @@ class KeyedTable(Table):
         """Refuse an optimizer whose entries of new keys are not known."""
         self.slots.refuse_optimizer(optimizer, group)
 
+    @property
+    def key_counts(self) -> Mapping[str, int]:
+        """What the keys did; see `Table.key_counts`."""
+        slots = self.slots
+        return {
+            "used": slots.rows_used,
+            "inserted": slots.inserted,
+            "evicted": slots.evicted,
+            "refused": slots.refused,
+        }
+
     def begin_entries(self, optimizers: Sequence[Optimizer]) -> None:
         """Give slots of new keys their first entries in row states."""
         self.slots.begin_states(optimizers)

@@ -22,6 +22,7 @@ from recpoint.embeddings.tables.marks import Dirty, Tracker
 from recpoint.embeddings.tables.optimizers import OptimizerWatch
 from recpoint.format import state_tree
 from recpoint.format.history import ChosenPrecision
+from recpoint.format.keyed_use import KeyedUse
 from recpoint.format.manifest import CopiedAhead
 from recpoint.trainer_plugin.policy import BaseHistory, ChainLink, Tip, next_link
 from recpoint.trainer_plugin.ranks.sharding import StoredShard
@@ -492,6 +493,7 @@ class Cutter:
             stall_us=(time.perf_counter_ns() - moment.started_ns) // 1_000,
             copied_ahead=copied.copied_ahead,
             loss=self.parts.measured_loss,
+            keyed=_keyed_uses(request.tables),
             cache=self.cache.take_use(),
             full_bytes=behind.full_bytes,
             interval_batches=request.interval_batches,
@@ -524,6 +526,16 @@ def _marked(tables: Sequence[LiveTable], dirty: Mapping[str, Dirty]) -> MarkedRo
         dirty_rows = dirty.get(live.key)
         bitmaps.append(None if dirty_rows is None or dirty_rows.all_rows else dirty_rows.bitmap)
     return MarkedRows(bitmaps, [len(live.held) for live in tables])
+
+
+def _keyed_uses(tables: Sequence[LiveTable]) -> tuple[KeyedUse, ...] | None:
+    """Return the figures of keyed tables as records have them; None: there is no such table."""
+    uses = [
+        KeyedUse(table=index, **live.table.key_counts)
+        for index, live in enumerate(tables)
+        if live.table is not None and live.table.key_counts is not None
+    ]
+    return tuple(uses) or None
 
 
 def _copied_ahead(copied: CopiedRows | None) -> CopiedAhead | None:

@@ -18,6 +18,7 @@ from recpoint.catalog.store.contract import now_ms
 from recpoint.embeddings.server.served_part import ServedPart
 from recpoint.format.history import History
 from recpoint.format.job import Job, StagedTable
+from recpoint.format.keyed_use import KeyedUse
 from recpoint.format.manifest import CacheUse, CopiedAhead, MeasuredLoss
 from recpoint.format.records import CheckpointRef
 from recpoint.kernels import implementation
@@ -63,6 +64,7 @@ class Snapshot:
         stall_us: how long training stood still for the cut, in microseconds.
         copied_ahead: the rows that were copied before the stall and in it; None: none was before.
         loss: what rounding costs in loss, as measured; None: nobody asked for that.
+        keyed: what the keys of keyed tables did; None: there is no such table.
         cache: what the cache did since the cut before; None: no table is in a cache.
         full_bytes: bytes of this rank's part of a full, exact checkpoint.
         interval_batches: batches since the checkpoint before.
@@ -85,6 +87,7 @@ class Snapshot:
     stall_us: int
     copied_ahead: CopiedAhead | None
     loss: MeasuredLoss | None
+    keyed: tuple[KeyedUse, ...] | None
     cache: CacheUse | None
     full_bytes: int
     interval_batches: int
@@ -159,6 +162,7 @@ def seal(
         # The record has no place for the figures of several parts (format §4).
         "copied_ahead": snapshot.copied_ahead if ranks == 1 else None,
         "loss": snapshot.loss,
+        "keyed": snapshot.keyed,
         "cache": snapshot.cache,
         "stripes": snapshot.device.stripes,
         "full_bytes": snapshot.full_bytes,

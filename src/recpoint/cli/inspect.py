@@ -88,6 +88,10 @@ def checkpoint(manifest: Manifest) -> dict[str, Any]:
         "stall_ms": manifest.stall_us / 1000,
         "copied_ahead": None if copied is None else copied.model_dump(),
         "loss": None if manifest.loss is None else _numbers(manifest.loss),
+        "keyed": {
+            manifest.tables[use.table].name: use.model_dump(exclude={"table"})
+            for use in manifest.keyed or ()
+        },
         "lag_ms": manifest.committed_ms - manifest.snapshot_ms,
         "committed_ms": manifest.committed_ms,
     }
@@ -528,6 +532,7 @@ def show(
         fields.append(("quantized by", manifest.quantized_by))
     if manifest.loss is not None:
         fields.append(("cost of rounding", loss_text(manifest.loss)))
+    fields += terminal.keyed_fields(manifest)
     fields += terminal.widths_fields(manifest)
     if manifest.state_bits is not None:
         fields.append(("row states", _STATES_TEXT[manifest.state_bits]))

@@ -65,6 +65,27 @@ def test_a_file_of_tensors_has_the_keys_beside_the_rows(
     assert torch.equal(tensors[f"users.{LAST_USE}"], states[LAST_USE])
 
 
+def test_show_and_list_say_what_the_keys_did(
+    trained: tuple[KeyedTraining, Place], recpoint: Invoke
+) -> None:
+    training, place = trained
+    slots = training.model.users.slots
+    counts = {
+        "used": len(slots.map),
+        "inserted": slots.inserted,
+        "evicted": slots.evicted,
+        "refused": 0,
+    }
+    assert counts["evicted"] > 0
+    shown = recpoint("show", place.run, 7)
+    assert f"{counts['used']} in 12 rows; {counts['inserted']} inserted" in " ".join(
+        shown.stdout.split()
+    )
+    assert recpoint("list", place.run, "--json").json["checkpoints"][0]["keyed"] == {
+        "users": counts
+    }
+
+
 def test_a_torch_file_has_what_the_module_loads(
     trained: tuple[KeyedTraining, Place], tmp_path: Path, recpoint: Invoke
 ) -> None:
@@ -73,6 +94,5 @@ def test_a_torch_file_has_what_the_module_loads(
     assert not recpoint("restore", place.run, "--to", path).code
     state = torch.load(path, weights_only=True)["users._extra_state"]
     slots = training.model.users.slots
-    assert {name: state[name] for name in slots.counts} == slots.counts
-    assert state["settings"] == slots.settings
+    assert {key: state[key] for key in slots.state_dict()} == slots.state_dict()
     assert torch.equal(state["row_states"][KEY], slots.row_states[KEY])

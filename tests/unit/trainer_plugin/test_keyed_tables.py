@@ -57,7 +57,7 @@ def test_a_killed_training_goes_on_bit_for_bit(place: Place, optimizer: str, spa
     uninterrupted = KeyedTraining(12, optimizer=optimizer, sparse=sparse)
     for _ in range(26):
         uninterrupted.batch()
-    assert uninterrupted.model.users.slots.counts["evicted"] > 9
+    assert uninterrupted.model.users.slots.evicted > 9
     for batches in (7, 13, 26):
         resumed = KeyedTraining(12, optimizer=optimizer, sparse=sparse)
         train(resumed, place, batches, 6, verify_unmarked_rows=1000)
@@ -118,7 +118,7 @@ def test_a_plain_table_becomes_a_keyed_one_of_its_row_numbers(place: Place) -> N
                 key: [0, weight[key].tolist(), sums[key].tolist()]
                 for key in range(15 - min(capacity_rows, 15), 15)
             }
-            assert resumed.model.users.slots.counts["steps"] == 0
+            assert resumed.model.users.slots.steps == 0
             resumed.batch()
             ckpt.step()
 
@@ -139,9 +139,9 @@ def test_a_cut_between_forward_and_step_has_no_state_of_the_key_before(place: Pl
             training.batch()
             ckpt.step()
         slots = training.model.users.slots
-        earlier_map, evicted = dict(slots.map), slots.counts["evicted"]
+        earlier_map, evicted = dict(slots.map), slots.evicted
         training.forward()
-        assert slots.counts["evicted"] > evicted
+        assert slots.evicted > evicted
         new_slots = {slot for key, slot in slots.map.items() if key not in earlier_map}
         commit(ckpt, place)
     target = MemoryTarget(["users"])
