@@ -4,10 +4,11 @@ The input is a model and its optimizers. The output is the model's tables, each 
 tracker's bitmap has one bit for each row, set if the row changed since the last checkpoint. No
 module here knows of training, checkpoints or serving.
 
-Each package imports only those before it; `cache` and `parity` do not import each other:
+Each package imports only those before it; `cache`, `keyed` and `parity` do not import each other:
 
 - `tables`: what a table is, which of its rows have changed, and how that is noticed.
 - `home`: where the rows of a table live while they are not in use: in memory or in files.
+- `keyed`: which keys have rows, where ids are any 64-bit numbers.
 - `cache`: which rows are in use, and how they come from their home and go back; also those of
   several ranks that share a home.
 - `parity`: how the rows of a lost server are computed from those of the others.

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from recpoint.catalog.restore.keyed_rows import KEY, LAST_USE
+from recpoint.embeddings.tables.new_rows import first_entry
 from recpoint.embeddings.tables.optimizers import row_states
 from recpoint.embeddings.tables.tables import Marker
-from recpoint.trainer_plugin.new_rows import first_entry
 
 __all__ = ["DictEmbedding", "DictSlots"]
 

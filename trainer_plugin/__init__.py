@@ -8,6 +8,6 @@ are tables), `integrations` and `fused_optimizers` (tables of other libraries), 
 to do about a checkpoint that does not fit), `ranks` (which rank holds which rows), `state`
 (everything but tables), `snapshot` (the cut), `pipeline` (from a due checkpoint to its outcome),
 `restore` (how a trainer starts), `servers_note` (how its embedding servers are, for a page), `loop`
-(training up to a bound), `grow` with `larger_table` and `new_rows` (more rows while it trains) and
-`lightning` (the same inside Lightning's loops). The marks of changed rows are in `embeddings`.
+(training up to a bound), `grow` with `larger_table` (more rows while it trains) and `lightning`
+(the same inside Lightning's loops). The marks of changed rows are in `embeddings`.
 """

@@ -21,10 +21,10 @@ from torch.optim import Optimizer
 
 from recpoint.embeddings.cache.cached_table import CachedTable
 from recpoint.embeddings.home.initial import Initial, fill_rows, first_values
+from recpoint.embeddings.tables.new_rows import first_entry
 from recpoint.embeddings.tables.optimizers import row_states
 from recpoint.embeddings.tables.tables import ModuleTable
 from recpoint.errors import SettingsError
-from recpoint.trainer_plugin.new_rows import first_entry
 from recpoint.trainer_plugin.state import rng
 from recpoint.trainer_plugin.tables import is_piece
 

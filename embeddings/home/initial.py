@@ -17,11 +17,20 @@ from torch import Tensor, nn
 from recpoint.embeddings.tables.tables import Table, plain_tables
 from recpoint.errors import SettingsError
 
-__all__ = ["Initial", "Uniform", "fill", "fill_rows", "first_values", "padding_row"]
+__all__ = [
+    "Initial",
+    "Uniform",
+    "Words",
+    "fill",
+    "fill_rows",
+    "first_values",
+    "mixed",
+    "padding_row",
+]
 
 _PIECE_ROWS: Final = 65_536
 
-_Words = np.ndarray[Any, np.dtype[np.uint64]]
+Words = np.ndarray[Any, np.dtype[np.uint64]]
 
 
 class Initial(Protocol):
@@ -79,10 +88,10 @@ class Uniform:
     def __call__(self, table: str, ids: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
         """See `Initial`."""
         key = zlib.crc32(table.encode()) << 32 | self.seed
-        words: _Words = ids.numpy().astype(np.uint64)[:, None] * np.uint64(dim)
-        columns: _Words = np.arange(1, dim + 1, dtype=np.uint64)
-        words = np.add(np.add(words, columns), _mixed(np.array([key], np.uint64)))
-        unit = (_mixed(words) >> np.uint64(40)).astype(np.float64) * 2.0**-24
+        words: Words = ids.numpy().astype(np.uint64)[:, None] * np.uint64(dim)
+        columns: Words = np.arange(1, dim + 1, dtype=np.uint64)
+        words = np.add(np.add(words, columns), mixed(np.array([key], np.uint64)))
+        unit = (mixed(words) >> np.uint64(40)).astype(np.float64) * 2.0**-24
         return torch.from_numpy(self.low + unit * (self.high - self.low)).to(dtype)
 
 
@@ -160,7 +169,8 @@ def padding_row(table: Table) -> int | None:
     return row if isinstance(row, int) else None
 
 
-def _mixed(words: _Words) -> _Words:
+def mixed(words: Words) -> Words:
+    """Return the SplitMix64 hash of each word: uint64 of the same shape."""
     words = words * np.uint64(0x9E3779B97F4A7C15)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         words = (words ^ (words >> np.uint64(shift))) * np.uint64(factor)

@@ -31,6 +31,7 @@ __all__ = [
     "OptimizerWatch",
     "after_steps",
     "all_rows_changed",
+    "is_positive",
     "is_rowwise_adagrad",
     "row_states",
 ]
@@ -126,7 +127,7 @@ def all_rows_changed(
         )
     # In a narrow dtype a small eps rounds to zero; a row never looked up becomes
     # 0 / (sqrt(0) + 0), which is NaN.
-    if (kind is Adagrad or rowwise) and not _is_positive(group["eps"], dtype):
+    if (kind is Adagrad or rowwise) and not is_positive(group["eps"], dtype):
         return AllRows(
             f"eps={group['eps']} rounds to zero in {dtype}, so rows without gradient become NaN",
             "use a larger eps",
@@ -175,7 +176,7 @@ def _active(hyperparameter: Any) -> bool:
     return isinstance(hyperparameter, Tensor) or hyperparameter != 0
 
 
-def _is_positive(eps: Any, dtype: torch.dtype) -> bool:
+def is_positive(eps: Any, dtype: torch.dtype) -> bool:
     """Whether eps is positive after conversion to `dtype`; if it is a tensor, every value of it."""
     return bool(torch.as_tensor(eps, dtype=torch.float64, device="cpu").to(dtype).min().item() > 0)
 

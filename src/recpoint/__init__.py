@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from recpoint.catalog.restore.placement import TablePart
     from recpoint.catalog.restore.restore import restore_parts
     from recpoint.dashboards.metrics.trainer import export_metrics
+    from recpoint.embeddings.keyed.admission import Probability
+    from recpoint.embeddings.keyed.embedding import KeyedEmbedding, KeyedEmbeddingBag
+    from recpoint.embeddings.keyed.eviction import LeastRecent, LeastUsed
     from recpoint.embeddings.parity.stripes import Parity
     from recpoint.serving.follower import Follower
     from recpoint.trainer_plugin.checkpointer import Checkpointer
@@ -40,6 +43,10 @@ __all__ = [
     "ExpectedFailures",
     "Follower",
     "Intermittent",
+    "KeyedEmbedding",
+    "KeyedEmbeddingBag",
+    "LeastRecent",
+    "LeastUsed",
     "LightningCallback",
     "Lookahead",
     "Loss",
@@ -47,6 +54,7 @@ __all__ = [
     "Options",
     "Parity",
     "Precision",
+    "Probability",
     "ResumableLoader",
     "Seed",
     "Staging",
@@ -71,6 +79,10 @@ _HOMES = {
     "ExpectedFailures": "recpoint.trainer_plugin.settings",
     "Follower": "recpoint.serving.follower",
     "Intermittent": "recpoint.trainer_plugin.policy",
+    "KeyedEmbedding": "recpoint.embeddings.keyed.embedding",
+    "KeyedEmbeddingBag": "recpoint.embeddings.keyed.embedding",
+    "LeastRecent": "recpoint.embeddings.keyed.eviction",
+    "LeastUsed": "recpoint.embeddings.keyed.eviction",
     "LightningCallback": "recpoint.trainer_plugin.lightning",
     "Lookahead": "recpoint.trainer_plugin.state.lookahead",
     "Loss": "recpoint.trainer_plugin.loss_setting",
@@ -78,6 +90,7 @@ _HOMES = {
     "Options": "recpoint.trainer_plugin.settings",
     "Parity": "recpoint.embeddings.parity.stripes",
     "Precision": "recpoint.trainer_plugin.settings",
+    "Probability": "recpoint.embeddings.keyed.admission",
     "ResumableLoader": "recpoint.trainer_plugin.state.reader",
     "Seed": "recpoint.trainer_plugin.restore.parts",
     "Staging": "recpoint.trainer_plugin.settings",

@@ -25,12 +25,12 @@ from torch.optim import Optimizer
 from recpoint.catalog.restore.rows import LogicalState, LogicalTable
 from recpoint.embeddings.cache.residents import CachedRows
 from recpoint.embeddings.home.initial import Initial, fill_rows, first_values
+from recpoint.embeddings.tables.new_rows import begins_with_zeros
 from recpoint.embeddings.tables.tables import Table
 from recpoint.errors import SettingsError
 from recpoint.format.dtypes import torch_dtype
 from recpoint.trainer_plugin import mismatches
 from recpoint.trainer_plugin.mismatches import Mismatch
-from recpoint.trainer_plugin.new_rows import begins_with_zeros
 from recpoint.trainer_plugin.state.optimizers import OptimizerState
 from recpoint.trainer_plugin.tables import are_pieces, form_of
 

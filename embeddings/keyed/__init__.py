@@ -1,0 +1,11 @@
+"""Tables that are looked up by keys, which are any int64, and that have rows for some of them.
+
+A table has slots, which are the rows of its weight. A key that is looked up in training gets a slot
+if it is admitted; if no slot is free, the rows that are needed least leave. All of this follows
+from the lookups and the steps alone, so a training that is repeated has the same rows.
+
+Read the modules in this order: `admission.py` (which keys get rows), `eviction.py` (which rows
+leave first), `expiry.py` (which rows leave because of their age), `slot_values.py` (values and
+optimizer state of slots), `key_slots.py` (gives slots to keys), `steps.py` (what a step of an
+optimizer means for them) and `embedding.py` (the modules that a model has).
+"""

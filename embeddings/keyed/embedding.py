@@ -1,0 +1,449 @@
+"""Embedding modules that are looked up by keys: what a model has in place of torch's own."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, Final, Literal, NamedTuple, Never
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.parameter import Parameter
+
+from recpoint.embeddings.home.initial import Initial, Uniform
+from recpoint.embeddings.home.ranks import rank_and_count
+from recpoint.embeddings.keyed.admission import Admission, EachKey
+from recpoint.embeddings.keyed.eviction import Eviction, LeastRecent
+from recpoint.embeddings.keyed.key_slots import KeySlots
+from recpoint.embeddings.keyed.steps import follow_optimizers
+from recpoint.embeddings.tables.lookups import refuse_capture
+from recpoint.embeddings.tables.tables import TABLE_DTYPES
+from recpoint.errors import ScriptingRefused, SettingsError
+
+__all__ = ["KeyCounts", "KeyedEmbedding", "KeyedEmbeddingBag"]
+
+
+_FIRST_VALUES: Final = Uniform()
+
+#: `_KeyedModule._slots_of`, which a compiled model calls between two graphs.
+_outside_graphs: list[Callable[[Any, Tensor], tuple[Tensor, Tensor]]] = []
+
+
+class KeyCounts(NamedTuple):
+    """What has become of the keys that training looked up.
+
+    Attributes:
+        rows_used: keys that have a row now.
+        inserted: keys that have got a row, each time that they did.
+        evicted: keys that have lost their row, because another key needed it or it was too old.
+        refused: keys that were not admitted, once for each lookup.
+    """
+
+    rows_used: int
+    inserted: int
+    evicted: int
+    refused: int
+
+
+class _KeyedModule(nn.Module):
+    """What both modules have: a weight of slots, and the keys that have them."""
+
+    weight: Parameter
+
+    def __init__(
+        self,
+        dim: int,
+        capacity_rows: int,
+        *,
+        initial: Initial,
+        admit: Admission | None,
+        evict: Eviction | None,
+        sparse: bool,
+        name: str,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+        subject = f"{type(self).__name__}({name!r})" if name else type(self).__name__
+        for setting, value in (("dim", dim), ("capacity_rows", capacity_rows)):
+            if type(value) is not int or value < 1:
+                raise SettingsError(
+                    f"{subject}: {setting}",
+                    found=f"{value!r:.200}",
+                    expected="a whole number of at least 1",
+                    next_step="give another number",
+                )
+        weight = torch.zeros(capacity_rows + 1, dim, device=device, dtype=dtype)
+        if weight.is_meta or weight.dtype not in TABLE_DTYPES:
+            raise SettingsError(
+                subject,
+                found=f"a weight of {weight.dtype} on {weight.device}",
+                expected=f"memory, and one of {', '.join(map(str, TABLE_DTYPES))}",
+                next_step="pass device= and dtype=",
+            )
+        self.weight = Parameter(weight)
+        self.slots = KeySlots(
+            self.weight,
+            initial=initial,
+            admission=EachKey() if admit is None else admit,
+            eviction=LeastRecent() if evict is None else evict,
+            sparse=sparse,
+            name=name,
+        )
+        self._begin()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch's
+        self._begin()
+
+    def _begin(self) -> None:
+        follow_optimizers(self.slots)
+        if not _outside_graphs:
+            _outside_graphs.append(torch.compiler.disable(_KeyedModule._slots_of))
+
+    def __prepare_scriptable__(self) -> Never:  # torch.jit.script calls it
+        raise ScriptingRefused(
+            self.slots.rows.subject,
+            found="torch.jit.script, which cannot compile the lookup of keys",
+            expected="a module that Python calls",
+            next_step="script a model that has to_table(vocabulary) in its place",
+        )
+
+    @property
+    def dim(self) -> int:
+        """Number of values in a row."""
+        return self.weight.shape[1]
+
+    @property
+    def capacity_rows(self) -> int:
+        """Number of keys that can have rows at the same time."""
+        return self.slots.capacity_rows
+
+    @property
+    def sparse(self) -> bool:
+        """Whether lookups give sparse gradients."""
+        return self.slots.rows.sparse
+
+    @property
+    def rows_used(self) -> int:
+        """Number of keys that have a row."""
+        return self.slots.rows_used
+
+    @property
+    def counts(self) -> KeyCounts:
+        """What has become of the keys that training looked up, since the table was first built."""
+        slots = self.slots
+        return KeyCounts(slots.rows_used, slots.inserted, slots.evicted, slots.refused)
+
+    def keys(self) -> Tensor:
+        """Return the keys that have rows, ascending: int64 [rows_used], on the CPU."""
+        return self.slots.keys()
+
+    def has_row(self, keys: Tensor) -> Tensor:
+        """Return whether each key has a row: bool, of the shape of `keys`, on the CPU.
+
+        Args:
+            keys: int32 or int64 of any shape.
+        """
+        keys = self._as_keys(keys)
+        return (self.slots.find(keys.reshape(-1)) > 0).view(keys.shape)
+
+    @abstractmethod
+    def to_table(self, vocabulary: Tensor) -> nn.Embedding | nn.EmbeddingBag:
+        """Return a plain module whose row i is that of key `vocabulary[i]`."""
+
+    def _rows_of(self, vocabulary: Tensor) -> Tensor:
+        """Return a copy of the rows of keys: [n, dim]; zeros for keys that have none."""
+        vocabulary = self._as_keys(vocabulary)
+        if vocabulary.dim() != 1 or not len(vocabulary):
+            raise SettingsError(
+                f"{self.slots.rows.subject}: to_table(vocabulary)",
+                found=f"shape {tuple(vocabulary.shape)}",
+                expected="one or more keys in a row, [n]",
+                next_step="pass keys(), or the keys that a service knows",
+            )
+        weight = self.weight.detach()
+        return weight.index_select(0, self.slots.find(vocabulary).to(weight.device))
+
+    def _slots_for(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the slots of keys and the weight to look them up in; see `_slots_of`."""
+        if torch.compiler.is_compiling():
+            return _outside_graphs[0](self, ids)
+        return self._slots_of(ids)
+
+    def _slots_of(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the slots of keys, of the shape and on the device of `ids`, and a weight.
+
+        The weight is the parameter if the lookup is one of training. Else it is detached: the row
+        of a key that a later lookup evicts must not get the gradient of this lookup.
+        """
+        weight, slots = self.weight, self.slots
+        keys = self._as_keys(ids)
+        if weight.is_cuda:
+            refuse_capture(f"a lookup of {slots.rows.subject}")
+        is_training = self.training and weight.requires_grad and torch.is_grad_enabled()
+        if is_training:
+            self._refuse_caller()
+            slots.rows.weight = weight  # torch may have put another in its place
+            key_slots = slots.take(keys.reshape(-1))
+        else:
+            key_slots = slots.find(keys.reshape(-1))
+        own_weight = weight if is_training else weight.detach()
+        return key_slots.view(keys.shape).to(ids.device), own_weight
+
+    def _as_keys(self, ids: Tensor) -> Tensor:
+        if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
+            found = str(ids.dtype) if isinstance(ids, Tensor) else type(ids).__name__
+            raise SettingsError(
+                f"{self.slots.rows.subject}: keys",
+                found=found,
+                expected="a tensor of int64 or int32",
+                next_step="hash other keys to 64 bits, and convert them with .long()",
+            )
+        return ids.to(device="cpu", dtype=torch.int64)
+
+    def _refuse_caller(self) -> None:
+        """Refuse lookups of training that cannot be repeated, or that others do not see."""
+        if torch._C._current_graph_task_id() != -1:
+            found = "a lookup within a backward pass, as activation checkpointing does it again"
+            expected = "lookups in the forward pass only, since each counts"
+            next_step = "look keys up outside of what torch.utils.checkpoint calls"
+        elif rank_and_count()[1] > 1:
+            found = f"training on {rank_and_count()[1]} ranks"
+            expected = "one trainer: ranks would give different keys to the same rows"
+            next_step = "train keyed tables in one process"
+        elif "_is_replica" in self.__dict__:
+            found, expected = "a replica of nn.DataParallel", "the module itself"
+            next_step = "train keyed tables in one process, without nn.DataParallel"
+        elif self.weight.is_cpu and self.weight.is_shared():
+            found = "a weight whose memory processes share, while each has its own keys"
+            expected, next_step = "one process that trains", "do not call share_memory()"
+        elif torch._C._get_tracing_state() is not None:
+            found, expected = "torch.jit.trace", "a module that Python calls"
+            next_step = "trace the model in evaluation, or with to_table(vocabulary) in its place"
+        else:
+            return
+        raise SettingsError(
+            self.slots.rows.subject, found=found, expected=expected, next_step=next_step
+        )
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """Return keys and counts for `state_dict()`; the weight is a parameter as others are."""
+        return {
+            "row_states": {name: state.clone() for name, state in self.slots.row_states.items()},
+            **self.slots.state_dict(),
+        }
+
+    def set_extra_state(self, state: Mapping[str, Any]) -> None:
+        """Take over what `get_extra_state` returned.
+
+        Raises:
+            SettingsError: the table has another capacity or other rules.
+        """
+        slots, stored = self.slots, state["row_states"]
+        forms = {name: values.shape for name, values in slots.row_states.items()}
+        stored_forms = {name: values.shape for name, values in stored.items()}
+        if stored_forms != forms:
+            raise SettingsError(
+                slots.rows.subject,
+                found=f"stored row states {stored_forms!r:.300}",
+                expected=f"{forms!r:.300}",
+                next_step="build the table with the stored capacity_rows and rules",
+            )
+        slots.refuse_settings(state)
+        for name, values in slots.row_states.items():
+            values.copy_(stored[name])
+        slots.load_state_dict(state)
+
+    def extra_repr(self) -> str:
+        """Return what `repr` shows of the settings."""
+        return f"{self.dim}, capacity_rows={self.capacity_rows}, sparse={self.sparse}"
+
+
+class KeyedEmbedding(_KeyedModule):
+    """An embedding that is looked up by keys, which are any int64, with rows for some of them.
+
+        users = KeyedEmbedding(64, 50_000_000, initial=Uniform(seed=0), evict=LeastRecent())
+        out = users(ids)  # as nn.Embedding, with ids of any value
+
+    A lookup in training (the module is in training mode, its weight requires gradients, and these
+    are enabled) gives rows to new keys. If no row is free, rows leave that no lookup has used since
+    the last optimizer step, in the order of `evict`. Their keys begin anew if they come back. Any
+    other lookup changes nothing and gives the weight no gradient. Keys without a row look up zeros,
+    which no training changes.
+
+    Which keys have rows follows from the lookups and the optimizer steps alone. The optimizer is
+    one of torch that keeps its state by row; a row begins with the optimizer's first entries. The
+    weight, [capacity_rows + 1, dim], holds rows by slot, and row 0 for keys that have none. No
+    lookup has a max_norm, which would change rows without a step.
+
+    Args:
+        dim: values in a row.
+        capacity_rows: number of keys that can have rows at the same time.
+        initial: computes the first values of a key's row. Equal keys, names and settings always
+            give equal values.
+        admit: which keys get rows: `Seen`, `Probability`; None: each key.
+        evict: which rows leave first: `LeastRecent`, `LeastUsed`; None: `LeastRecent()`.
+        sparse: whether gradients are sparse.
+        name: what `initial` gets as the name of the table. Tables with equal names, rules and keys
+            begin with equal values.
+        device, dtype: of the weight. The keys are on the CPU.
+
+    Raises:
+        SettingsError: a setting cannot work.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        capacity_rows: int,
+        *,
+        initial: Initial = _FIRST_VALUES,
+        admit: Admission | None = None,
+        evict: Eviction | None = None,
+        sparse: bool = False,
+        name: str = "",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            dim,
+            capacity_rows,
+            initial=initial,
+            admit=admit,
+            evict=evict,
+            sparse=sparse,
+            name=name,
+            device=device,
+            dtype=dtype,
+        )
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the rows of keys: [*, dim].
+
+        Args:
+            input: int64 or int32 keys of any shape.
+
+        Raises:
+            SettingsError: see `KeySlots.take`; or the caller cannot train such a table.
+        """
+        slots, weight = self._slots_for(input)
+        return functional.embedding(slots, weight, padding_idx=0, sparse=self.sparse)
+
+    def to_table(self, vocabulary: Tensor) -> nn.Embedding:
+        """Return a plain embedding whose row i is that of key `vocabulary[i]`, on the same device.
+
+        Args:
+            vocabulary: int64 or int32 [n]. Keys without a row get zeros, as in a lookup.
+        """
+        rows = self._rows_of(vocabulary)
+        return nn.Embedding(len(rows), self.dim, sparse=self.sparse, _weight=rows)
+
+
+class KeyedEmbeddingBag(_KeyedModule):
+    """Sums, means or maxima of bags of keys; see `KeyedEmbedding`, and `torch.nn.EmbeddingBag`.
+
+    Keys without a row are left out of a bag, as torch leaves out its padding row: a mean is that of
+    the keys with rows.
+
+    Args:
+        dim, capacity_rows: see `KeyedEmbedding`.
+        initial, admit, evict, sparse, name, device, dtype: see `KeyedEmbedding`.
+        mode: "sum", "mean" or "max".
+        include_last_offset: whether `offsets` ends with the number of keys.
+
+    Raises:
+        SettingsError: a setting cannot work.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        capacity_rows: int,
+        *,
+        mode: Literal["sum", "mean", "max"] = "mean",
+        include_last_offset: bool = False,
+        initial: Initial = _FIRST_VALUES,
+        admit: Admission | None = None,
+        evict: Eviction | None = None,
+        sparse: bool = False,
+        name: str = "",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        if mode not in ("sum", "mean", "max") or (mode == "max" and sparse):
+            raise SettingsError(
+                "KeyedEmbeddingBag(mode=...)",
+                found=f"{mode!r:.200} with sparse={sparse}",
+                expected="'sum', 'mean' or 'max'; 'max' without sparse gradients",
+                next_step="give another mode",
+            )
+        super().__init__(
+            dim,
+            capacity_rows,
+            initial=initial,
+            admit=admit,
+            evict=evict,
+            sparse=sparse,
+            name=name,
+            device=device,
+            dtype=dtype,
+        )
+        self.mode = mode
+        self.include_last_offset = include_last_offset
+
+    def forward(
+        self,
+        input: Tensor,
+        offsets: Tensor | None = None,
+        per_sample_weights: Tensor | None = None,
+    ) -> Tensor:
+        """Return a row for each bag: [bags, dim].
+
+        Args:
+            input: int64 or int32 keys: [bags, keys of a bag], or [n] with offsets.
+            offsets: where each bag begins in `input`.
+            per_sample_weights: weights of the keys, of the shape of `input`; with mode "sum" only.
+
+        Raises:
+            SettingsError: see `KeySlots.take`; or the caller cannot train such a table.
+        """
+        slots, weight = self._slots_for(input)
+        if per_sample_weights is not None and per_sample_weights.requires_grad:
+            if not weight.requires_grad:
+                # The gradient of the weights is computed from rows, which may have left by then.
+                slots, weight = _copied(slots, weight)
+        return functional.embedding_bag(
+            slots,
+            weight,
+            None if offsets is None else offsets.long(),
+            mode=self.mode,
+            sparse=self.sparse,
+            per_sample_weights=per_sample_weights,
+            include_last_offset=self.include_last_offset,
+            padding_idx=0,
+        )
+
+    def to_table(self, vocabulary: Tensor) -> nn.EmbeddingBag:
+        """Return a plain module whose row i is that of key `vocabulary[i]`, on the same device.
+
+        Args:
+            vocabulary: int64 or int32 [n]. Keys without a row get zeros, which count in means.
+        """
+        rows = self._rows_of(vocabulary)
+        return nn.EmbeddingBag(
+            len(rows),
+            self.dim,
+            mode=self.mode,
+            sparse=self.sparse,
+            include_last_offset=self.include_last_offset,
+            _weight=rows,
+        )
+
+
+def _copied(slots: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return places in a copy of the rows of slots, and that copy; place 0 is slot 0."""
+    places = torch.arange(1, slots.numel() + 1, device=slots.device).view(slots.shape)
+    rows = torch.cat([slots.new_zeros(1), slots.reshape(-1)])
+    return places.masked_fill(slots == 0, 0), weight.index_select(0, rows)

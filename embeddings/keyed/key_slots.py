@@ -1,0 +1,326 @@
+"""Gives slots of a table to keys that training looks up, and takes them from keys that leave."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import Parameter
+from torch.optim import Optimizer
+
+from recpoint.catalog.restore.keyed_rows import KEY, LAST_USE, USES, used_rows
+from recpoint.embeddings.home.initial import Initial
+from recpoint.embeddings.keyed.admission import Admission
+from recpoint.embeddings.keyed.eviction import Eviction, sorted_slots
+from recpoint.embeddings.keyed.expiry import Expiry
+from recpoint.embeddings.keyed.slot_values import SlotValues
+from recpoint.embeddings.tables.tables import Marker
+from recpoint.errors import SettingsError
+from recpoint.kernels.key_map import KeyMap
+
+__all__ = ["KeySlots"]
+
+
+class KeySlots:
+    """The slots of one table, their keys, and what decides which keys have slots.
+
+    All of it follows from the row states, the gate and the number of steps; the map of keys is
+    built from these. Slots are 1 to `capacity_rows`; 0 stands for a key without one.
+
+    Args:
+        weight: [capacity_rows + 1, dim].
+        initial: computes the first values of a key's row.
+        admission: says which keys get slots.
+        eviction: says which rows leave first.
+        sparse: whether lookups give sparse gradients.
+        name: the name that `initial` gets.
+
+    Attributes:
+        rows: values and optimizer state of the slots.
+        row_states: name -> int64 [capacity_rows + 1], on the CPU; see
+            `keyed_rows.py`. A restore writes
+            into these tensors and then calls `load_state_dict`.
+        marker: told of slots before anything of them changes; None: nobody asks for it.
+        steps: steps of the table's optimizer so far: the clock by which rows leave.
+        inserted: keys that have got a slot so far, each time that they did.
+        evicted: keys that have lost their slot so far, because it was needed or too old.
+        refused: keys that were looked up and not admitted so far, once for each lookup.
+    """
+
+    def __init__(
+        self,
+        weight: Parameter,
+        *,
+        initial: Initial,
+        admission: Admission,
+        eviction: Eviction,
+        sparse: bool,
+        name: str,
+    ) -> None:
+        self.rows = SlotValues(weight, initial, name=name, sparse=sparse)
+        self.marker: Marker | None = None
+        self.steps = self.inserted = self.evicted = self.refused = 0
+        self._eviction = eviction
+        self._settings = {"admit": admission.settings(), "evict": eviction.settings()}
+        ttl_batches = eviction.ttl_batches
+        self._expiry = None if ttl_batches is None else Expiry(ttl_batches)
+        capacity_rows = weight.shape[0] - 1
+        self._gate = admission.gate(capacity_rows)
+        entries = {KEY: 0, LAST_USE: -1, **({USES: 0} if USES in eviction.states else {})}
+        self.row_states = {
+            state: torch.full((capacity_rows + 1,), entry, dtype=torch.int64, device="cpu")
+            for state, entry in entries.items()
+        }
+        self._map = KeyMap(self.row_states[KEY])
+        #: A call is about to change keys and row states, or was interrupted while it did.
+        self._is_changing = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The marker belongs to the tables of the model that this is a copy of.
+        state = {**self.__dict__, "marker": None, "_is_changing": True}
+        del state["_map"]
+        return state
+
+    @property
+    def capacity_rows(self) -> int:
+        """Number of slots."""
+        return len(self.row_states[KEY]) - 1
+
+    @property
+    def rows_used(self) -> int:
+        """Number of keys that have a slot."""
+        self._settle()
+        return len(self._map)
+
+    def keys(self) -> Tensor:
+        """Return the keys that have slots, ascending: int64 [rows_used]."""
+        slots = used_rows(self.row_states[LAST_USE])
+        return self.row_states[KEY][slots].sort().values
+
+    def find(self, keys: Tensor) -> Tensor:
+        """Return the slot of each key, int64 [n], or 0: int64 [n]. Changes nothing."""
+        self._settle()
+        return self._map.find(keys.contiguous())
+
+    def take(self, keys: Tensor) -> Tensor:
+        """Return the slot of each key that training looks up, or 0 for keys without a slot.
+
+        Keys without one get one if they are admitted. If too few slots are free, rows leave that no
+        lookup has used since the last optimizer step.
+
+        Args:
+            keys: int64 [n]; keys may come several times.
+
+        Returns:
+            int64 [n].
+
+        Raises:
+            SettingsError: the table has too few rows for the keys between two optimizer steps.
+                Nothing has changed, but rows whose time to live is over are gone.
+        """
+        self._settle()
+        if self._expiry is not None:
+            self._evict(self._expiry.expired(self.row_states[LAST_USE], self.steps))
+        keys = keys.contiguous()
+        slots = self._map.find(keys)
+        is_missing = slots == 0
+        if bool(is_missing.any()):
+            self._hold(slots[~is_missing], torch.unique(keys[is_missing]))
+            slots = self._map.find(keys)
+        else:
+            self._use(slots)
+        return slots
+
+    def delete(self, keys: Tensor) -> None:
+        """Take the slots from keys, int64 [n], as if they had never had one; others are ignored."""
+        slots = self.find(keys)
+        self._empty(torch.unique(slots[slots > 0]))
+
+    def begin_states(self, optimizers: Sequence[Optimizer]) -> None:
+        """Begin the entries of slots that changed hands in the states of optimizers.
+
+        A step does so itself; before a cut it makes the states right that are stored.
+
+        Args:
+            optimizers: those of the model; some may not train the table.
+        """
+        self.rows.begin_states(optimizers)
+
+    def refuse_optimizer(self, optimizer: Optimizer, group: Mapping[str, Any]) -> None:
+        """Refuse an optimizer that cannot train the table; see `SlotValues.refuse`."""
+        self.rows.refuse(optimizer, group)
+
+    def leaving_order(self, row_states: Mapping[str, Tensor]) -> Tensor:
+        """Return the slots that have keys in the order in which they would leave.
+
+        Args:
+            row_states: as the attribute; of this table, or of another with the same eviction.
+        """
+        slots = used_rows(row_states[LAST_USE])
+        return sorted_slots(slots, row_states, self._eviction)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the live state beside the row states; "settings" must be equal after a restore."""
+        self._settle()
+        return {
+            "settings": self._settings,
+            "steps": self.steps,
+            "inserted": self.inserted,
+            "evicted": self.evicted,
+            "refused": self.refused,
+            "admission": self._gate.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` returned, after values and row states were written.
+
+        Raises:
+            SettingsError: see `refuse_settings`.
+        """
+        self.refuse_settings(state)
+        self.steps, self.inserted = int(state["steps"]), int(state["inserted"])
+        self.evicted, self.refused = int(state["evicted"]), int(state["refused"])
+        self._gate.load_state_dict(state["admission"])
+        self.rows.drop_pending()
+        self._rebuild()
+
+    def refuse_settings(self, state: Mapping[str, Any]) -> None:
+        """Refuse what `state_dict` returned of a table with other rules.
+
+        Raises:
+            SettingsError: the rules differ.
+        """
+        if state["settings"] != self._settings:
+            raise SettingsError(
+                self.rows.subject,
+                found=f"stored rules {state['settings']!r:.300}",
+                expected=f"the rules that the table has: {self._settings!r:.300}",
+                next_step="build the table with the stored rules",
+            )
+
+    def _hold(self, hits: Tensor, missing: Tensor) -> None:
+        """Use the slots of keys that were found, and give slots to those that were not.
+
+        Args:
+            hits: int64 [n], slots.
+            missing: int64 [m], keys without a slot, ascending, all different.
+        """
+        new_keys = missing[self._gate.admitted(missing, self.steps)]
+        values = self.rows.first_values(new_keys) if len(new_keys) else None
+        self._mark(hits)
+        last_use = self.row_states[LAST_USE]
+        used_before = last_use[hits]
+        last_use.index_fill_(0, hits, self.steps)  # so that these rows do not leave
+        free_count = self.capacity_rows - len(self._map)
+        leaving = self._least(len(new_keys) - free_count)
+        if free_count + len(leaving) < len(new_keys):
+            last_use[hits] = used_before
+            raise self._too_many(len(new_keys), free_count + len(leaving))
+        self._count_uses(hits)
+        self._gate.count(missing)
+        self.refused += len(missing) - len(new_keys)
+        if values is not None:
+            self._replace(leaving, new_keys, values)
+
+    def _replace(self, leaving: Tensor, new_keys: Tensor, values: Tensor) -> None:
+        """Give slots to new keys: all that leave, and the lowest free ones."""
+        free = self._map.free_slots(len(new_keys) - len(leaving))
+        slots = torch.cat([leaving, free]).sort().values
+        self._begin_change(slots)
+        self._map.remove(self.row_states[KEY][leaving])
+        self.rows.drop_gradients(leaving)
+        self.rows.put(slots, values)
+        self._map.insert(new_keys, slots)
+        if USES in self.row_states:
+            self.row_states[USES].index_fill_(0, slots, 1)
+        self.row_states[LAST_USE].index_fill_(0, slots, self.steps)
+        self.inserted += len(new_keys)
+        self.evicted += len(leaving)
+        self._end_change()
+
+    def _evict(self, slots: Tensor) -> None:
+        self._empty(slots)
+        self.evicted += len(slots)
+
+    def _empty(self, slots: Tensor) -> None:
+        """Take the keys from slots, int64 [n], all different, each with a key."""
+        if not len(slots):
+            return
+        self._begin_change(slots)
+        self._map.remove(self.row_states[KEY][slots])
+        self.rows.drop_gradients(slots)
+        self.rows.empty(slots)
+        self._end_change()
+
+    def _begin_change(self, slots: Tensor) -> None:
+        """Make slots free in the row states, as the first of several writes.
+
+        A handler may raise between two writes. The slots are free then, and `_settle` does what is
+        left to do.
+        """
+        self._mark(slots)
+        self._is_changing = True
+        self.rows.will_begin(slots)
+        self.row_states[LAST_USE].index_fill_(0, slots, -1)
+        if USES in self.row_states:
+            self.row_states[USES].index_fill_(0, slots, 0)
+
+    def _end_change(self) -> None:
+        self._is_changing = False
+        self.rows.begin_states()
+
+    def _settle(self) -> None:
+        """Undo what a call has left half done when it was interrupted."""
+        if self._is_changing:
+            self._rebuild()
+
+    def _rebuild(self) -> None:
+        """Build from the row states what follows from them."""
+        slot_keys, last_use = self.row_states[KEY], self.row_states[LAST_USE]
+        used_slots = used_rows(last_use)
+        keys = slot_keys[used_slots]
+        slot_keys.zero_()
+        self._map = KeyMap(slot_keys)
+        self._map.insert(keys, used_slots)
+        pending_slots = self.rows.pending_slots
+        self.rows.empty(pending_slots[last_use[pending_slots] < 0])
+        if self._expiry is not None:
+            self._expiry.forget()
+        self._is_changing = False
+
+    def _use(self, slots: Tensor) -> None:
+        """Take note that a lookup uses slots, int64 [n]; they may come several times."""
+        self._mark(slots)
+        self.row_states[LAST_USE].index_fill_(0, slots, self.steps)
+        self._count_uses(slots)
+
+    def _count_uses(self, slots: Tensor) -> None:
+        uses = self.row_states.get(USES)
+        if uses is not None:
+            # A slot that comes several times gets the same count each time.
+            uses.index_copy_(0, slots, uses[slots] + 1)
+
+    def _mark(self, slots: Tensor) -> None:
+        if self.marker is not None:
+            self.marker.looked_up(slots)
+
+    def _least(self, count: int) -> Tensor:
+        """Return the slots whose rows leave first, `count` at most, of rows that may leave now."""
+        last_use = self.row_states[LAST_USE]
+        if count <= 0:
+            return last_use[:0]
+        may_leave = (last_use >= 0) & (last_use < self.steps)
+        slots = torch.nonzero(may_leave).view(-1)
+        return sorted_slots(slots, self.row_states, self._eviction)[:count]
+
+    def _too_many(self, needed: int, available: int) -> SettingsError:
+        return SettingsError(
+            self.rows.subject,
+            found=f"{needed} new keys in one lookup, and {available} rows that they can get: "
+            f"lookups since the last optimizer step use the others of {self.capacity_rows}",
+            expected="room for all keys between two optimizer steps",
+            next_step="build the table with more capacity_rows, make batches smaller, or call the "
+            "optimizer's step more often",
+        )

@@ -1,0 +1,225 @@
+"""The values of a table's slots, their gradients, and their entries in an optimizer's state."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import Parameter
+from torch.optim import SGD, Adafactor, Optimizer
+
+from recpoint.embeddings.home.initial import Initial, first_values
+from recpoint.embeddings.tables.new_rows import first_entry
+from recpoint.embeddings.tables.optimizers import Watched, is_positive, row_states
+from recpoint.errors import SettingsError
+
+__all__ = ["SlotValues"]
+
+
+class SlotValues:
+    """Begins rows of keys that get slots, and empties those of keys that leave.
+
+    torch does not count these writes as changes of the weight: autograd has to find it unchanged if
+    a lookup between a forward and its backward pass gives slots to other keys.
+
+    Args:
+        weight: [slots + 1, dim].
+        initial: computes the first values of a key's row.
+        name: the name that `initial` gets.
+        sparse: whether lookups give sparse gradients.
+
+    Attributes:
+        weight: the module's parameter; the module sets it if torch has put another in its place.
+        initial, name, sparse: as given.
+    """
+
+    def __init__(self, weight: Parameter, initial: Initial, *, name: str, sparse: bool) -> None:
+        self.weight = weight
+        self.sparse = sparse
+        self.initial = initial
+        self.name = name
+        self._trained_by: weakref.ref[Optimizer] | None = None
+        self._watched: Watched | None = None
+        #: Slots whose entries in the optimizer's state are still those of another key, or of none.
+        self._pending: list[Tensor] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy of the model has no optimizer yet.
+        return {**self.__dict__, "_trained_by": None, "_watched": None}
+
+    @property
+    def subject(self) -> str:
+        """The table, as messages name it."""
+        return f"keyed table {self.name!r}" if self.name else "a keyed table"
+
+    @property
+    def pending_slots(self) -> Tensor:
+        """Slots with pending entries, int64 [n]; they may come several times."""
+        return torch.cat([torch.empty(0, dtype=torch.int64, device="cpu"), *self._pending])
+
+    def first_values(self, keys: Tensor) -> Tensor:
+        """Return the first values of the rows of keys, int64 [n]: [n, dim], of the weight's dtype.
+
+        Raises:
+            SettingsError: `initial` returns no tensor, or another shape.
+        """
+        return first_values(
+            self.initial,
+            self.name,
+            keys,
+            dim=self.weight.shape[1],
+            dtype=self.weight.dtype,
+            padding_row=None,
+        )
+
+    def will_begin(self, slots: Tensor) -> None:
+        """Take note that slots are about to be emptied, or to get a key: int64 [n]."""
+        self._pending.append(slots)
+
+    def put(self, slots: Tensor, values: Tensor) -> None:
+        """Write the values of rows: [n, dim] for slots, int64 [n]."""
+        weight = self.weight.data
+        weight.index_copy_(0, slots.to(weight.device), values.to(weight.device))
+
+    def empty(self, slots: Tensor) -> None:
+        """Write zeros into slots, int64 [n]."""
+        weight = self.weight.data
+        weight.index_fill_(0, slots.to(weight.device), 0)
+
+    def drop_gradients(self, slots: Tensor) -> None:
+        """Take the rows of slots, int64 [n], out of a gradient that an earlier step has applied.
+
+        A loop that does not set the gradient to zero before the lookups of the next step would else
+        add the gradient of the key that had a slot to that of the key that has it now.
+        """
+        gradient = self.weight.grad
+        if gradient is None:
+            return
+        with torch.no_grad():
+            if not gradient.is_sparse:
+                gradient.index_fill_(0, slots.to(gradient.device), 0)
+                return
+            entries = torch.isin(gradient._indices()[0], slots.to(gradient.device))
+            gradient._values().masked_fill_(entries[:, None], 0)
+
+    def train_with(self, optimizer: Optimizer, group: Mapping[str, Any]) -> None:
+        """Take note of the optimizer that is about to train the table, and begin pending entries.
+
+        Raises:
+            SettingsError: another optimizer trains the table, too; or see `refuse`.
+        """
+        if self._trained_by is None or self._trained_by() is not optimizer:
+            self._refuse_second(optimizer)
+            self._trained_by, self._watched = weakref.ref(optimizer), None
+        if self._watched is None or self._watched.differ(group):
+            self.refuse(optimizer, group)
+            self._watched = Watched(group)
+        self.begin_states([optimizer])
+
+    def begin_states(self, optimizers: Sequence[Optimizer] | None = None) -> None:
+        """Give slots with pending entries the entries that an optimizer begins with.
+
+        Args:
+            optimizers: those that may train the table. None: the one that did last.
+
+        Raises:
+            SettingsError: how a row state begins is not known.
+        """
+        if not self._pending:
+            return
+        if optimizers is None:
+            optimizer = None if self._trained_by is None else self._trained_by()
+            optimizers = [] if optimizer is None else [optimizer]
+        is_trained, slots = False, torch.cat(self._pending)
+        for optimizer, group in self._holders(optimizers):
+            is_trained = True
+            for name, state in self._row_states(optimizer).items():
+                value = first_entry(optimizer, group, name)
+                if value is None:
+                    raise self._refused(
+                        f"the row state {name!r} of {type(optimizer).__name__}, and how it begins "
+                        "for a new row is not known"
+                    )
+                state.data.index_fill_(0, slots.to(state.device), value)
+        if is_trained:
+            self._pending.clear()
+
+    def drop_pending(self) -> None:
+        """Take note that the optimizer's state was replaced by that of the keys in the table."""
+        self._pending.clear()
+
+    def refuse(self, optimizer: Optimizer, group: Mapping[str, Any]) -> None:
+        """Refuse an optimizer that cannot train rows which belong to other keys later.
+
+        Args:
+            optimizer: the optimizer.
+            group: its parameter group that has the weight.
+
+        Raises:
+            SettingsError: it keeps state of rows that cannot be begun anew for another key; it
+                computes a row from others; or its step would make rows without a gradient NaN.
+        """
+        kind = type(optimizer)
+        if kind is Adafactor or first_entry(optimizer, group, "sum") is None:
+            raise self._refused(f"{kind.__name__}, of which this is not known")
+        if kind is SGD and self.sparse and group.get("momentum", 0) != 0:
+            raise self._refused(
+                "SGD with momentum and sparse gradients, whose momentum keeps each row it ever had"
+            )
+        # A row whose gradient and states are zero gets 0 / (sqrt(0) + eps).
+        if not self.sparse and "eps" in group and not is_positive(group["eps"], self.weight.dtype):
+            raise SettingsError(
+                self.subject,
+                found=f"{kind.__name__} with eps={group['eps']}, which is zero in "
+                f"{self.weight.dtype}, so that rows without a gradient become NaN",
+                expected="an eps above zero in the dtype of the table",
+                next_step="use a larger eps, or sparse=True",
+            )
+
+    def _refuse_second(self, optimizer: Optimizer) -> None:
+        other = self._other_holder(optimizer)
+        if other is None:
+            return
+        del other
+        gc.collect()  # an optimizer that a script has dropped may be in a cycle
+        other = self._other_holder(optimizer)
+        if other is not None:
+            raise SettingsError(
+                self.subject,
+                found=f"a step of {type(optimizer).__name__}, and a {type(other).__name__} that "
+                "has trained the table and still has its weight",
+                expected="one optimizer that trains the table, because its steps are the clock by "
+                "which rows leave",
+                next_step="give the weight to one optimizer, or delete the other",
+            )
+
+    def _other_holder(self, optimizer: Optimizer) -> Optimizer | None:
+        other = None if self._trained_by is None else self._trained_by()
+        is_holder = other is not None and other is not optimizer and any(self._holders([other]))
+        return other if is_holder else None
+
+    def _holders(
+        self, optimizers: Sequence[Optimizer]
+    ) -> Iterator[tuple[Optimizer, Mapping[str, Any]]]:
+        """Yield each optimizer that has the weight, with its group."""
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                if any(parameter is self.weight for parameter in group["params"]):
+                    yield optimizer, group
+
+    def _row_states(self, optimizer: Optimizer) -> dict[str, Tensor]:
+        return row_states(optimizer.state.get(self.weight, {}), self.weight.shape[0])
+
+    def _refused(self, found: str) -> SettingsError:
+        return SettingsError(
+            self.subject,
+            found=found,
+            expected="an optimizer of torch that keeps its state by row, and is known to begin the "
+            "state of a row with a number",
+            next_step="train the table with SGD, Adagrad, SparseAdam, Adam, AdamW, Adamax, NAdam, "
+            "RAdam, RMSprop or Adadelta of torch, or TorchRec's RowWiseAdagrad",
+        )

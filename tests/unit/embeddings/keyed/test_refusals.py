@@ -1,0 +1,174 @@
+"""What a keyed table refuses by name, and what it leaves as it was when it does."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import ASGD, LBFGS, SGD, Adafactor, Adagrad, Adam, Optimizer, Rprop
+from torch.utils.checkpoint import checkpoint
+
+from recpoint.embeddings.keyed.admission import Probability
+from recpoint.embeddings.keyed.embedding import KeyedEmbedding, KeyedEmbeddingBag
+from recpoint.embeddings.keyed.eviction import LeastRecent, LeastUsed
+from recpoint.errors import ScriptingRefused, SettingsError
+
+
+@pytest.mark.parametrize(
+    ("build", "text"),
+    [
+        (lambda: KeyedEmbedding(0, 5), "dim: found 0"),
+        (lambda: KeyedEmbedding(4, True), "capacity_rows: found True"),
+        (lambda: KeyedEmbedding(4, 5, dtype=torch.complex64), "complex64"),
+        (lambda: KeyedEmbedding(4, 5, device="meta"), "on meta"),
+        (lambda: KeyedEmbeddingBag(4, 5, mode="max", sparse=True), "'max' with sparse=True"),
+        (lambda: LeastRecent(ttl_batches=0), "ttl_batches=...): found 0"),
+        (lambda: Probability(share=0), "share=...): found 0"),
+    ],
+)
+def test_settings_that_cannot_work(build: Callable[[], Any], text: str) -> None:
+    with pytest.raises(SettingsError) as refused:
+        build()
+    assert text in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda weights: LBFGS(weights), "LBFGS"),
+        (lambda weights: Adafactor(weights), "Adafactor"),
+        (lambda weights: Rprop(weights), "Rprop"),
+        (lambda weights: ASGD(weights), "ASGD"),
+        (lambda weights: type("Own", (SGD,), {})(weights, lr=0.1), "Own"),
+        (lambda weights: Adam(weights, eps=0), "eps=0"),
+    ],
+)
+def test_optimizers_that_cannot_begin_a_row_anew(
+    make: Callable[[list[Tensor]], Optimizer], text: str
+) -> None:
+    keyed = KeyedEmbedding(2, 5)
+    optimizer = make([keyed.weight])
+    keyed(torch.tensor([1])).sum().backward()
+    before = keyed.weight.detach().clone()
+    with pytest.raises(SettingsError, match=text):
+        optimizer.step(lambda: 1.0)
+    assert torch.equal(keyed.weight, before)
+
+
+def test_momentum_of_sparse_gradients() -> None:
+    keyed = KeyedEmbedding(2, 5, sparse=True)
+    optimizer = SGD([keyed.weight], lr=0.1)
+    optimizer.step()
+    optimizer.param_groups[0]["momentum"] = 0.9  # noticed when it changes
+    keyed(torch.tensor([1])).sum().backward()
+    with pytest.raises(SettingsError, match="momentum and sparse gradients"):
+        optimizer.step()
+
+
+def test_a_second_optimizer_of_the_weight() -> None:
+    keyed = KeyedEmbedding(2, 5)
+    first = SGD([keyed.weight], lr=0.1)
+    first.step()
+    second = SGD([keyed.weight], lr=0.1)
+    with pytest.raises(SettingsError, match="a SGD that has trained the table"):
+        second.step()
+    first.param_groups.clear()
+    second.step()
+    del second
+    Adagrad([keyed.weight]).step()
+    assert keyed.slots.steps == 3
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_activation_checkpointing(use_reentrant: bool) -> None:
+    keyed = KeyedEmbedding(2, 5)
+    factor = torch.ones(2, requires_grad=True)
+    out: Any = checkpoint(
+        lambda ids, factor: (keyed(ids) * factor).sin(),
+        torch.tensor([1]),
+        factor,
+        use_reentrant=use_reentrant,
+    )
+    with pytest.raises(SettingsError, match="within a backward pass"):
+        out.sum().backward()
+
+
+def test_scripts_and_traces() -> None:
+    keyed = KeyedEmbedding(2, 5)
+    model = nn.Sequential(keyed)
+    with pytest.raises(ScriptingRefused, match=r"torch\.jit\.script"):
+        torch.jit.script(model)
+    with pytest.raises(SettingsError, match=r"torch\.jit\.trace"):
+        torch.jit.trace(model, torch.tensor([1]))
+    assert not keyed.rows_used
+
+
+def test_memory_that_processes_share() -> None:
+    keyed = KeyedEmbedding(2, 5)
+    keyed.share_memory()
+    with pytest.raises(SettingsError, match="memory processes share"):
+        keyed(torch.tensor([1]))
+
+
+def test_a_replica() -> None:
+    keyed = copy.deepcopy(KeyedEmbedding(2, 5))
+    replicate: Callable[[], Any] = keyed._replicate_for_data_parallel
+    keyed = replicate()
+    keyed.weight = nn.Parameter(torch.zeros(6, 2))
+    with pytest.raises(SettingsError, match="DataParallel"):
+        keyed(torch.tensor([1]))
+
+
+@pytest.mark.parametrize("keys", [[1], torch.tensor([1.0]), torch.tensor([True])])
+def test_keys_that_are_no_whole_numbers(keys: Any) -> None:
+    with pytest.raises(SettingsError, match="a tensor of int64 or int32"):
+        KeyedEmbedding(2, 5)(keys)
+
+
+@pytest.mark.parametrize("evict", [LeastRecent(), LeastUsed()])
+def test_a_lookup_of_too_many_keys_changes_nothing(evict: Any) -> None:
+    keyed = KeyedEmbedding(2, 5, evict=evict)
+    optimizer = SGD([keyed.weight], lr=0.1)
+    keyed(torch.tensor([1, 2, 3]))
+    optimizer.step()
+    keyed(torch.tensor([1]))
+    before = copy.deepcopy(keyed.state_dict())
+    with pytest.raises(SettingsError) as refused:
+        keyed(torch.tensor([2, 8, 9, 10, 11]))
+    assert "4 new keys in one lookup, and 3 rows that they can get" in str(refused.value)
+    after = keyed.state_dict()
+    assert torch.equal(before["weight"], after["weight"])
+    for name, values in before["_extra_state"].pop("row_states").items():
+        assert torch.equal(values, after["_extra_state"]["row_states"][name])
+    del after["_extra_state"]["row_states"]
+    assert before["_extra_state"] == after["_extra_state"]
+    keyed(torch.tensor([2, 8, 9, 10]))
+    assert keyed.keys().tolist() == [1, 2, 8, 9, 10]
+
+
+def test_a_rule_of_first_values_that_fails_changes_nothing() -> None:
+    def initial(table: str, ids: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+        if 13 in ids:
+            raise ValueError("unlucky")
+        return torch.ones(len(ids), dim)
+
+    keyed = KeyedEmbedding(2, 1, initial=initial)
+    optimizer = SGD([keyed.weight], lr=0.1)
+    keyed(torch.tensor([1]))
+    optimizer.step()
+    with pytest.raises(ValueError, match="unlucky"):
+        keyed(torch.tensor([13]))
+    assert keyed.keys().tolist() == [1]
+    assert keyed.counts == (1, 1, 0, 0)
+
+
+def test_stored_state_of_another_table() -> None:
+    state = KeyedEmbedding(2, 5).state_dict()
+    with pytest.raises(SettingsError, match="stored row states"):
+        KeyedEmbedding(2, 6).set_extra_state(state["_extra_state"])
+    with pytest.raises(SettingsError, match="stored rules"):
+        KeyedEmbedding(2, 5, evict=LeastRecent(ttl_batches=3)).load_state_dict(state)
