@@ -1,18 +1,19 @@
-"""Measures keyed tables: the map from keys to slots, against a dictionary and sorted arrays."""
+"""Measures what keyed tables do with keys: find their slots, count them, and say who leaves."""
 
 from __future__ import annotations
 
-from benchmarks import key_map
+from benchmarks import key_eviction, key_map
 from benchmarks.report import Report
 
 __all__ = ["KEYS", "run"]
 
-KEYS = key_map.KEYS
+KEYS = (*key_map.KEYS, *key_eviction.KEYS)
 
 
 def run(*, smoke: bool) -> Report:
-    """Measure the map."""
+    """Measure the map, the sketch and the order of eviction."""
     report = Report(name="keyed", columns=("does", "slots", "key_map", "sorted arrays", "dict"))
     key_map.measure(report, smoke=smoke)
-    report.notes.append("Millions in a second of one core, in batches of 50,000 keys.")
+    key_eviction.measure(report, smoke=smoke)
+    report.notes.append("The table: millions in a second of one core, in batches of 50,000 keys.")
     return report

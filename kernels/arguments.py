@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["require", "require_dense", "unsupported_device"]
+__all__ = ["require", "require_dense", "require_integers", "unsupported_device"]
 
 
 def require(name: str, tensor: Tensor, dtype: torch.dtype, dims: int) -> None:
@@ -19,6 +19,17 @@ def require(name: str, tensor: Tensor, dtype: torch.dtype, dims: int) -> None:
     if tensor.dim() != dims:
         raise ValueError(f"{name}: shape {tuple(tensor.shape)}, expected {dims} dimensions")
     require_dense(name, tensor)
+
+
+def require_integers(name: str, values: Tensor) -> None:
+    """Refuse what is no contiguous vector of int64 on the CPU.
+
+    Raises:
+        ValueError: names the argument and what is expected.
+    """
+    require(name, values, torch.int64, 1)
+    if not values.is_cpu:
+        raise ValueError(f"{name}: device {values.device}, expected cpu")
 
 
 def require_dense(name: str, tensor: Tensor) -> None:

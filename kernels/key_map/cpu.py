@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from recpoint.kernels.arguments import require_integers
 from recpoint.kernels.key_map.shapes import (
     require_larger,
     require_pairs,
     require_slot_keys,
-    require_vector,
 )
 from recpoint.kernels.native import library
 
@@ -99,7 +99,7 @@ class KeyMap:
         Raises:
             ValueError: keys of another form.
         """
-        require_vector("keys", keys)
+        require_integers("keys", keys)
         slots = torch.empty_like(keys)
         library.find_keys(self._address, keys.data_ptr(), len(keys), slots.data_ptr())
         return slots
@@ -136,7 +136,7 @@ class KeyMap:
         Raises:
             ValueError: keys of another form.
         """
-        require_vector("keys", keys)
+        require_integers("keys", keys)
         slots = torch.empty_like(keys)
         library.remove_keys(self._address, keys.data_ptr(), len(keys), slots.data_ptr())
         self._let_go()

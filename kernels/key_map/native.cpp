@@ -40,12 +40,8 @@ constexpr int64_t OUTSIDE = 0;
 constexpr int64_t TAKEN = 1;
 constexpr int64_t PRESENT = 2;
 
-// The high half of the hash. The third multiplication is for drawn factors: with two of them alone,
-// keys at equal distances of 2^40 would meet for some draws.
 uint32_t tag_of(const Map& map, int64_t key) {
-    uint64_t hash = spread(static_cast<uint64_t>(key), map.first, map.second);
-    hash ^= hash >> 32;
-    return hash * 0xFF51AFD7ED558CCDu >> 32;
+    return spread_thrice(static_cast<uint64_t>(key), map.first, map.second) >> 32;
 }
 
 // --- one index ---------------------------------------------------------------------------------

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from recpoint.kernels.arguments import require_integers
 from recpoint.kernels.key_map.shapes import (
     require_larger,
     require_pairs,
     require_slot_keys,
-    require_vector,
 )
 
 __all__ = ["KeyMap"]
@@ -37,7 +37,7 @@ class KeyMap:
 
     def find(self, keys: Tensor) -> Tensor:
         """Return the slot of each key, or 0."""
-        require_vector("keys", keys)
+        require_integers("keys", keys)
         return _integers([self._slots.get(key, 0) for key in keys.tolist()])
 
     def insert(self, keys: Tensor, slots: Tensor) -> None:
@@ -59,7 +59,7 @@ class KeyMap:
 
     def remove(self, keys: Tensor) -> Tensor:
         """Take the slots from the keys. Return the slot that each key had, or 0."""
-        require_vector("keys", keys)
+        require_integers("keys", keys)
         slots = [self._slots.pop(key, 0) for key in keys.tolist()]
         self.slot_keys[[slot for slot in slots if slot]] = 0
         return _integers(slots)

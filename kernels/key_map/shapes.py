@@ -4,26 +4,14 @@ from __future__ import annotations
 
 from typing import Final
 
-import torch
 from torch import Tensor
 
-from recpoint.kernels.arguments import require
+from recpoint.kernels.arguments import require_integers
 
-__all__ = ["MOST_SLOTS", "require_larger", "require_pairs", "require_slot_keys", "require_vector"]
+__all__ = ["MOST_SLOTS", "require_larger", "require_pairs", "require_slot_keys"]
 
 #: The largest capacity: an entry of the index has half of its 64 bits for the slot.
 MOST_SLOTS: Final = (1 << 31) - 1
-
-
-def require_vector(name: str, values: Tensor) -> None:
-    """Refuse what is no contiguous vector of int64 on the CPU.
-
-    Raises:
-        ValueError: names the argument.
-    """
-    require(name, values, torch.int64, 1)
-    if not values.is_cpu:
-        raise ValueError(f"{name}: device {values.device}, expected cpu")
 
 
 def require_pairs(keys: Tensor, slots: Tensor) -> None:
@@ -32,8 +20,8 @@ def require_pairs(keys: Tensor, slots: Tensor) -> None:
     Raises:
         ValueError: names the argument.
     """
-    require_vector("keys", keys)
-    require_vector("slots", slots)
+    require_integers("keys", keys)
+    require_integers("slots", slots)
     if len(keys) != len(slots):
         raise ValueError(f"slots: {len(slots)}, expected {len(keys)}, one for each key")
 
@@ -44,7 +32,7 @@ def require_slot_keys(slot_keys: Tensor) -> None:
     Raises:
         ValueError: says which capacity it would make.
     """
-    require_vector("slot_keys", slot_keys)
+    require_integers("slot_keys", slot_keys)
     capacity = len(slot_keys) - 1
     if not 1 <= capacity <= MOST_SLOTS:
         raise ValueError(

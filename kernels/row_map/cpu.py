@@ -8,7 +8,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from recpoint.kernels.arguments import require
+from recpoint.kernels.arguments import require_integers
 from recpoint.kernels.native import library
 
 __all__ = ["RowMap"]
@@ -46,7 +46,7 @@ class RowMap:
         Raises:
             ValueError: ids of another form, or a negative number.
         """
-        _require_ids(ids)
+        require_integers("ids", ids)
         if first < 0 or (len(ids) and int(ids.min()) < 0):
             raise ValueError("ids or first: a negative number, expected 0 or more")
         self._make_room(len(self) + len(ids))
@@ -64,7 +64,7 @@ class RowMap:
         Raises:
             ValueError: ids of another form.
         """
-        _require_ids(ids)
+        require_integers("ids", ids)
         places = torch.empty_like(ids)
         library.find_places(
             self._entries.data_ptr(), self._mask, ids.data_ptr(), len(ids), places.data_ptr()
@@ -96,9 +96,3 @@ class RowMap:
 
 def _empty(entries: int) -> Tensor:
     return torch.zeros(entries, _ENTRY_BYTES // 8, dtype=torch.int64, device="cpu")
-
-
-def _require_ids(ids: Tensor) -> None:
-    require("ids", ids, torch.int64, 1)
-    if not ids.is_cpu:
-        raise ValueError(f"ids: device {ids.device}, expected cpu")

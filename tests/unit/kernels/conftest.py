@@ -28,6 +28,8 @@ _COMPARED = (
     "test_dirty_rows",
     "test_erasure",
     "test_key_map",
+    "test_key_order",
+    "test_key_sketch",
     "test_lookup_counts",
     "test_many_tables",
     "test_moments",

@@ -50,6 +50,8 @@ def _on_cuda() -> set[tuple[str | None, str]]:
         "dirty_rows",
         "erasure",
         "key_map",
+        "key_order",
+        "key_sketch",
         "lookup_counts",
         "moments",
         "row_blocks",

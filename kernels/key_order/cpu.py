@@ -1,0 +1,121 @@
+"""The order in which rows of a keyed table leave, on a CPU: few candidates, and a scan for more."""
+
+from __future__ import annotations
+
+from array import array
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from recpoint.kernels.key_order.shapes import require_columns, require_slots
+from recpoint.kernels.native import library
+
+__all__ = ["KeyOrder"]
+
+#: Numbers of a candidate in native.cpp, and positions in its Order.
+_NUMBERS: Final = 4
+_SIZE: Final = 6
+_HAS_ALL: Final = 8
+
+#: Room for candidates: at least so many, and one for so many rows.
+_FEWEST: Final = 1 << 13
+_ROWS_PER_CANDIDATE: Final = 16
+
+
+class KeyOrder:
+    """Says which rows of a keyed table leave next, from the tensors that the table keeps of them.
+
+    A row's uses and last use may only rise as long as it keeps its key. A slot may become free at
+    any time. Who gives a slot a key calls `join` once the tensors say so. If the tensors change
+    otherwise, as in a restore, a new order is needed. Calls must not run beside each other, or
+    beside a change of the tensors.
+
+    Args:
+        slot_keys: int64 [rows] on the CPU: the key of each slot; those of slots with a last use
+            differ. Slot 0 has none.
+        last_use: int64 [rows] on the CPU: the last use of each slot's key, or less than 0 if the
+            slot is free.
+        uses: int64 [rows] on the CPU: what is compared first. None: the last use is.
+
+    Raises:
+        ValueError: tensors of another form.
+    """
+
+    def __init__(self, slot_keys: Tensor, last_use: Tensor, uses: Tensor | None = None) -> None:
+        require_columns(slot_keys, last_use, uses)
+        self._slot_keys = slot_keys
+        self._columns = (slot_keys, last_use, last_use if uses is None else uses)
+        self._bound = torch.zeros(_NUMBERS, dtype=torch.int64, device="cpu")
+        self._room = 0
+        self._heap = torch.empty(0, dtype=torch.int64, device="cpu")
+        self._order = array("q", [0] * 9)
+        #: Slots that left the candidates in the last call of `least`, and their keys then.
+        self._returned = (self._heap, self._heap)
+        self._is_whole = False
+
+    def least(self, count: int, before: int) -> Tensor:
+        """Return the slots of the least rows that were last used before the use `before`.
+
+        Rows are compared by (uses, last use, key), or by (last use, key) without uses. The call
+        changes no row, so a second one returns the same.
+
+        Args:
+            count: how many rows to return; fewer are returned if there are no more.
+            before: a use.
+
+        Returns:
+            int64 [n]: slots, that of the least row first.
+        """
+        count = max(0, count)
+        self._join(*self._returned)
+        while True:
+            was_whole = self._is_whole
+            if not was_whole:
+                self._scan()
+            slots = torch.empty(self._room, dtype=torch.int64, device="cpu")
+            aside = array("q", [0])
+            taken = library.take_least(
+                self._order.buffer_info()[0], count, before, slots.data_ptr(),
+                aside.buffer_info()[0],
+            )  # fmt: skip
+            if taken == count or self._order[_HAS_ALL]:
+                returned = slots[: taken + aside[0]].clone()
+                self._returned = (returned, self._slot_keys[returned])
+                return returned[:taken].clone()
+            self._is_whole = False
+            needed = 4 * (count + aside[0])
+            self._room = max(self._room if was_whole else 2 * self._room, needed)
+
+    def join(self, slots: Tensor) -> None:
+        """Take note that these slots got other keys.
+
+        Args:
+            slots: int64 [n].
+
+        Raises:
+            ValueError: slots of another form, or that the table does not have.
+        """
+        require_slots(slots, len(self._slot_keys))
+        self._join(slots, self._slot_keys[slots])
+
+    def _join(self, slots: Tensor, keys: Tensor) -> None:
+        """Make candidates of the slots that still have these keys."""
+        if not self._is_whole:
+            return
+        slots = slots[self._slot_keys[slots] == keys]
+        self._is_whole = bool(
+            library.join_rows(self._order.buffer_info()[0], slots.data_ptr(), len(slots))
+        )
+
+    def _scan(self) -> None:
+        rows = len(self._slot_keys)
+        # With twice as much room as there are rows, all of them are candidates.
+        self._room = min(max(self._room, _FEWEST, rows // _ROWS_PER_CANDIDATE), 2 * rows)
+        if len(self._heap) != self._room * _NUMBERS:
+            self._heap = torch.empty(self._room * _NUMBERS, dtype=torch.int64, device="cpu")
+        columns = [column.data_ptr() for column in self._columns]
+        candidates = self._heap.data_ptr(), self._room, 0
+        self._order = array("q", [*columns, rows, *candidates, self._bound.data_ptr(), 0])
+        library.scan_rows(self._order.buffer_info()[0])
+        self._is_whole = True
