@@ -18,6 +18,7 @@ NAMES = (
     "fulls",
     "quantize",
     "allocation",
+    "increments",
     "row_set",
     "start",
     "warm_start",

@@ -16,6 +16,7 @@ from torch import Tensor
 from benchmarks import stored_sizes
 from benchmarks.learning import method_of
 from benchmarks.stored_sizes import Form, form_of
+from recpoint.catalog.persist.residual_price import residual_price, sampled_spans
 from recpoint.catalog.persist.residuals import residuals_to
 from recpoint.catalog.persist.row_widths import with_fewer_chunks
 from recpoint.format.job import QuantizerName
@@ -92,7 +93,10 @@ def chain_rows(
     position = torch.searchsorted(needed, changed)
     base, rows = restored[position], newest.rows[changed]
     stored = residuals_to(base, rows) if rule.residual else rows
-    widths = _row_widths(TableCopy(stored, newest.importance[changed]), rule)
+    importance = newest.importance[changed]
+    if rule.residual and rule.bits is None:
+        rule = rule._replace(price=_residual_price(rows, stored, importance, rule.price))
+    widths = _row_widths(TableCopy(stored, importance), rule)
     newer = _decoded(stored, widths, None, rule, seed)
     if rule.residual:
         # What is stored exactly is the row itself.
@@ -103,6 +107,12 @@ def chain_rows(
         full_forms=_forms(full.rows, full_widths),
         increment_forms=_forms(stored, widths),
     )
+
+
+def _residual_price(rows: Tensor, residuals: Tensor, importance: Tensor, price: float) -> float:
+    """Return what a bit of residuals may cost, where the rows are one block."""
+    positions = torch.cat([torch.arange(s.start, s.stop) for s in sampled_spans(len(rows))])
+    return residual_price(rows[positions], residuals[positions], importance[positions], price)
 
 
 def value_bits(forms: Form) -> float:

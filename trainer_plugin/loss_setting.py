@@ -34,9 +34,9 @@ class Loss:
     then all rows get 8 bits; if even 8 bits cost more, rows are stored exactly.
 
     Rows of increments are stored as residuals to the full of their chain, and second moments in 8
-    bits, unless `Precision(residual=False)` or `Precision(state=...)` says otherwise. Errors are
-    those of rows in a full, whose residuals cost less at the same price. What second moments in
-    fewer bits change is not measured, because no forward pass looks at them.
+    bits, unless `Precision(residual=False)` or `Precision(state=...)` says otherwise. The measured
+    errors are those of a full; an increment costs no more at the same price. What second moments
+    in fewer bits change is not measured, because no forward pass looks at them.
 
     A measurement changes nothing: neither rows, buffers, gradients and modes of modules, nor the
     global random generators. Forward hooks of the model are called in it, and what they and `of`

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from recpoint.catalog.persist.block_rows import BlockRows, passes
 from recpoint.catalog.persist.plan import RowBlock
+from recpoint.catalog.persist.residual_price import residual_price, sampled_spans
 from recpoint.catalog.persist.residuals import BlockResiduals
-from recpoint.catalog.staging.job import StagedJob, state_name
+from recpoint.catalog.staging.job import StagedJob, state_name, values_name
 from recpoint.format.dtypes import item_bytes
 from recpoint.format.job import Allocation
 from recpoint.kernels import lookup_counts
@@ -46,18 +47,34 @@ def row_widths(
 
     Raises:
         StagingError: the slot cannot be read.
+        RecpointError: as `ResidualRows.of`.
     """
     spec = staged.job.tables[block.table].spec
+    exact_bits = 8 * item_bytes(spec.dtype)
     price, scale = float.fromhex(allocation.price), float.fromhex(allocation.scale)
     initial = 0.0 if allocation.initial is None else float.fromhex(allocation.initial)
     states = BlockRows(staged, block, state_name(block.table, allocation.state))
+
+    def importance_of(rows: range) -> Tensor:
+        return importance(states.read(rows), scale, initial)
+
+    if isinstance(values, BlockResiduals):
+        whole = BlockRows(staged, block, values_name(block.table))
+        spans = sampled_spans(block.rows)
+        price = residual_price(
+            torch.cat([whole.read(rows).to(torch.float32, copy=True) for rows in spans]),
+            torch.cat([values.read(rows) for rows in spans]),
+            torch.cat([importance_of(rows) for rows in spans]),
+            price,
+            exact_bits=exact_bits,
+        )
     widths = np.empty(block.rows, np.uint8)
     for rows in passes(staged, block):
         chosen = allocate(
             values.read(rows).to(torch.float32),
-            importance(states.read(rows), scale, initial),
+            importance_of(rows),
             price,
-            exact_bits=8 * item_bytes(spec.dtype),
+            exact_bits=exact_bits,
         )
         widths[rows.start : rows.stop] = chosen.numpy()
     return with_fewer_chunks(widths, spec.dim)

@@ -1,8 +1,8 @@
 """Gives rows of a table as a restore of a full would have them, at a price of a bit or in 8 bits.
 
-A restore of an increment with residuals costs less at the same price, so what is measured on these
-rows holds for it, too. Residuals of the looked-up rows would say too little: most of the cost lies
-in rows that have not changed since the full, which a restore takes from it (decision 59).
+A restore of an increment with residuals costs no more at the same price, so what is measured on
+these rows holds for it, too. Residuals of the looked-up rows would say too little: most of the cost
+lies in rows that have not changed since the full, which a restore takes from it (decision 59).
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ from torch import Tensor
 
 from recpoint.catalog.check.check import check
 from recpoint.catalog.check.validate import validate
-from recpoint.catalog.persist import persist
+from recpoint.catalog.persist import persist, row_widths
+from recpoint.catalog.persist.residual_price import residual_price
 from recpoint.catalog.persist.residuals import residuals_to
 from recpoint.catalog.persist.spool import empty_spool
 from recpoint.catalog.run.run import Run
@@ -23,11 +25,12 @@ from recpoint.errors import RanksMissing
 from recpoint.format.job import Job
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import MANIFEST_KEY, ManifestName
+from recpoint.kernels.allocation import EXACT, allocate
 from tests.catalog_builder import Table, copy_run, new_run
 from tests.consolidation import merge, require_same, restored
 from tests.interposed_store import InterposedStore
 from tests.job_builder import Links, stage
-from tests.mixed_table import a_chunk_for_each_width, mixed_table
+from tests.mixed_table import SCALE, a_chunk_for_each_width, mixed_table
 from tests.persisted import objects
 from tests.rank_jobs import RankJobs, ServerJobs
 
@@ -111,6 +114,32 @@ def test_residuals_of_any_mix_of_widths(
     validated = validate(run, ManifestName(20, 1), level="full")
     assert (validated.result, validated.findings) == ("passed", ())
     assert validated.rows_compared > 200
+
+
+@pytest.mark.parametrize("price", [2.0**-10, 2.0**-30], ids=("as measured", "lowered"))
+def test_residuals_have_the_widths_of_their_price(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, price: float
+) -> None:
+    """The price is lower where residuals would cost more than whole rows at the one of the job."""
+    a_chunk_for_each_width(monkeypatch)
+    table = mixed_table(price=price)
+    table.residual = True
+    training = Training(run, tmp_path / "staging", table)
+    training.persist()
+    base = restored(run, run.manifest(10, 1))[0].tables["items"].values
+    ids = torch.arange(3, table.rows, 2)
+    table.values[ids] += 0.05 * torch.randn(len(ids), table.dim)
+    increment = training.persist(dirty=ids)
+    rows, residuals = table.values[ids], residuals_to(base[ids], table.values[ids])
+    importance = row_widths.importance(table.states[1][ids], SCALE)
+    own_price = residual_price(rows, residuals, importance, price)
+    assert (own_price < price) == (price < 2.0**-20)
+    widths = allocate(residuals, importance, own_price)
+    stored_rows: Counter[int | None] = Counter()
+    for entry in increment.chunks:
+        if entry.content == "rows":
+            stored_rows[entry.bits if entry.scheme == "residual" else EXACT] += entry.row_count or 0
+    assert stored_rows == Counter(widths.tolist())
 
 
 def error_of(run: Run, manifest: Manifest, table: Table, ids: Tensor) -> float:
