@@ -381,6 +381,8 @@ def precision_text(scheme: str | None, bits: int | None) -> str:
     """Return the precision of a chunk's rows in words."""
     if scheme == "exact":
         return "exact"
+    if scheme == "first":
+        return "first values"
     return f"{bits} bit residual" if scheme == "residual" else f"{bits} bit"
 
 

@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 from recpoint.errors import DigestMismatch, ForeignObject, MalformedObject
 from recpoint.format import naming
 from recpoint.format.dtypes import Dtype, item_bytes
+from recpoint.format.first_values import FirstValueRule, most_first_rows
 from recpoint.format.manifest import (
     GRID_DTYPE,
     MAX_TABLE_ROWS,
@@ -75,7 +76,10 @@ class RowSetCoding(Part):
 
 
 class ChunkMeta(Part):
-    """What a chunk says about itself; only row chunks have the fields from `table` on."""
+    """What a chunk says about itself; only row chunks have the fields from `table` on.
+
+    `first` is the rule of their first values, in chunks of scheme `first` alone.
+    """
 
     version: Literal[1] = FORMAT_VERSION
     run: HexToken
@@ -87,9 +91,10 @@ class ChunkMeta(Part):
     table: Annotated[int, Field(ge=0, le=naming.MAX_TABLE)] | None = None
     row_count: RowCount | None = None
     dim: Size | None = None
-    bits: Annotated[int, Field(ge=1, le=64)] | None = None
+    bits: Annotated[int, Field(ge=0, le=64)] | None = None
     scheme: Scheme | None = None
     row_set: RowSetCoding | None = None
+    first: FirstValueRule | None = None
 
     @model_validator(mode="after")
     def _content(self) -> Self:
@@ -104,6 +109,8 @@ class ChunkMeta(Part):
         present = sum(field is not None for field in about_rows)
         if present != (len(about_rows) if self.content == "rows" else 0):
             raise ValueError("table, row_count, dim, bits, scheme, row_set are for chunks of rows")
+        if (self.first is not None) != (self.scheme == "first"):
+            raise ValueError("a rule is for chunks of rows with their first values")
         return self
 
 
@@ -262,6 +269,8 @@ def _check_rows(
             refuse(f"{name} {actual}", f"{name} {expected}, as in the manifest")
     if exact and bits != 8 * item_bytes(spec.dtype):
         refuse(f"{bits} bits of scheme exact", f"{8 * item_bytes(spec.dtype)} for {spec.dtype}")
+    if meta.scheme == "first" and rows > most_first_rows(spec):
+        refuse(f"{rows} rows with their first values", f"at most {most_first_rows(spec)}")
     if row_set.first + rows > spec.rows:
         refuse(f"{rows} rows from {row_set.first} on", f"ids below {spec.rows}")
 
@@ -271,7 +280,10 @@ def _check_rows(
         if coded is None or len(coded.shape) != 1 or coded.shape[0] == 0:
             refuse("no row set", f"a section row_set of coding {row_set.coding}, 1-D, not empty")
         implied["row_set"] = ("U8", coded.shape)
-    if exact:
+    entries = rows
+    if meta.scheme == "first":
+        entries = 1  # all rows have the same row states
+    elif exact:
         implied["values"] = (spec.dtype, (rows, spec.dim))
     else:
         implied["codes"] = ("U8", (rows, -(-spec.dim * bits // 8)))
@@ -281,9 +293,9 @@ def _check_rows(
     for index, state in enumerate(spec.row_states):
         name = f"state.{index}"
         dtype = sections[name].dtype if name in sections else state.dtype
-        if not state.is_coded(dtype) and dtype != state.narrow_dtype:
+        if meta.scheme == "first" or not (state.is_coded(dtype) or dtype == state.narrow_dtype):
             dtype = state.dtype
-        implied[name] = (dtype, (rows, *state.shape))
+        implied[name] = (dtype, (entries, *state.shape))
         if state.is_coded(dtype):
             implied[f"{name}.grid"] = (GRID_DTYPE, (rows,))
 

@@ -7,6 +7,7 @@ from typing import Annotated, Literal, Self, get_args
 from pydantic import FailFast, Field, model_validator
 
 from recpoint.format.dtypes import FLOAT_DTYPES, MAX_DIMS, Dtype, array_bytes, item_bytes
+from recpoint.format.first_values import FirstValueRule
 from recpoint.format.history import History
 from recpoint.format.keyed_use import KeyedUses, check_keyed
 from recpoint.format.manifest import (
@@ -127,6 +128,7 @@ class StagedTable(Part):
         tuple[Annotated[int, Field(ge=0, lt=64)], ...] | None,
         Field(min_length=1, max_length=64, strict=False, exclude_if=is_absent),
     ] = None
+    first_values: Annotated[FirstValueRule | None, Field(exclude_if=is_absent)] = None
 
     @model_validator(mode="after")
     def _rows(self) -> Self:
@@ -145,6 +147,8 @@ class StagedTable(Part):
             raise ValueError("a table of F64 cannot be staged as codes")
         if self.residual and (self.codes or not self.is_quantized or self.spec.dtype == "F64"):
             raise ValueError("residuals need staged values of a quantized table, not of F64")
+        if self.first_values and (self.codes or self.residual or not self.is_quantized):
+            raise ValueError("first values need staged values of a quantized table")
         return self
 
     @model_validator(mode="after")

@@ -78,7 +78,7 @@ StateBits = Literal[8, 16]
 GRID_DTYPE: Final[Dtype] = "I16"
 
 Kind = Literal["full", "increment"]
-Scheme = Literal["asymmetric", "exact", "residual"]
+Scheme = Literal["asymmetric", "exact", "first", "residual"]
 
 Size = Annotated[int, Field(ge=1, le=MAX_DIM)]
 ChainLength = Annotated[int, Field(ge=1, le=MAX_CHAIN_LENGTH)]
@@ -223,7 +223,7 @@ class ChunkEntry(Part):
     row_count: RowCount | None = None
     first_row: _RowId | None = None
     last_row: _RowId | None = None
-    bits: Annotated[int, Field(ge=1, le=64)] | None = None
+    bits: Annotated[int, Field(ge=0, le=64)] | None = None
     scheme: Scheme | None = None
 
     @model_validator(mode="after")
@@ -239,8 +239,10 @@ class ChunkEntry(Part):
             raise ValueError("table, rows, bits and scheme are for chunks of rows")
         if first is not None and last is not None and rows is not None and rows > last - first + 1:
             raise ValueError(f"{rows} rows do not fit into ids {first} to {last}")
-        if self.scheme not in (None, "exact") and self.bits not in CODE_BITS:
+        if self.scheme in ("asymmetric", "residual") and self.bits not in CODE_BITS:
             raise ValueError(f"bits must be one of {', '.join(map(str, CODE_BITS))} for codes")
+        if self.bits is not None and (self.bits == 0) != (self.scheme == "first"):
+            raise ValueError("bits must be 0 for rows with their first values, and only for these")
         return self
 
 
@@ -263,7 +265,7 @@ def check_chunks(
     Args:
         chunks: the chunks of a checkpoint, or of a part of it.
         tables: all tables of the checkpoint.
-        kind: its kind: only increments have residuals.
+        kind: its kind: only increments have residuals, and only fulls rows with first values.
         ranks: its ranks, which alone have state.
         parts: its ranks and embedding servers.
 
@@ -291,6 +293,8 @@ def check_chunks(
             raise ValueError(f"{chunk.key} is exact with {chunk.bits} bits, not {exact_bits}")
         if chunk.scheme == "residual" and (table.dtype == "F64" or kind == "full"):
             raise ValueError(f"{chunk.key} has residuals of a {kind}'s table of {table.dtype}")
+        if chunk.scheme == "first" and kind != "full":
+            raise ValueError(f"{chunk.key} of an {kind} has rows with their first values")
         if chunk.last_row >= table.rows:
             raise ValueError(f"{chunk.key} has row {chunk.last_row} of {table.rows}")
         rows[chunk.table] += chunk.row_count

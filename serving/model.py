@@ -482,13 +482,13 @@ class Loading:
     def _bits(self, table: int) -> int:
         """Return the width of codes that keeps a table in the least memory, wider rows beside it.
 
-        0 unless most rows are quantized.
+        0 unless most rows are quantized, of those that are not computed from a rule.
         """
         rows_of_bits: Counter[int] = Counter()
         rows = 0
         for link in self._chain.manifests:
             for entry in link.chunks:
-                if entry.table == table:
+                if entry.table == table and entry.scheme != "first":
                     rows += entry.row_count or 0
                     if entry.scheme == "asymmetric" and entry.bits:
                         rows_of_bits[entry.bits] += entry.row_count or 0

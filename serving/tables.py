@@ -15,6 +15,7 @@ from recpoint.catalog.restore.target import mark_rows
 from recpoint.embeddings.tables.tables import refuse_ids_outside
 from recpoint.errors import IncompatibleModel
 from recpoint.format.dtypes import torch_dtype
+from recpoint.format.first_values import FirstValueRule
 from recpoint.format.manifest import CODE_BITS
 from recpoint.kernels import bit_packing, quantize, row_gather
 from recpoint.serving.rows_beside import RowsBeside
@@ -98,7 +99,9 @@ class CodedTable:
 
     Most codes have `bits` bits; widening a narrower row changes no code. Wider rows are kept beside
     them in 8 bits, with scale infinity, and exact rows with scale NaN; no stored row has either. If
-    the wider rows would take less memory among the others, all rows get 8 bits.
+    the wider rows would take less memory among the others, all rows get 8 bits. Rows with their
+    first values are computed when they are looked up: their scale is minus infinity, and their
+    offset says by which of the rules.
 
     Args:
         table: the table of a checkpoint.
@@ -119,6 +122,7 @@ class CodedTable:
         one_value = torch.empty(0, dtype=torch.float32, device="cpu")
         codes = torch.empty(0, table.dim, dtype=torch.uint8, device="cpu")
         self._wider = RowsBeside(codes, one_value, one_value)
+        self._rules: list[FirstValueRule] = []
 
     @property
     def rows(self) -> int:
@@ -177,6 +181,12 @@ class CodedTable:
         if positions is not None and positions.numel() == 0:
             return
         ids = _ids(stored.rows, positions)
+        if stored.first is not None:
+            if stored.first not in self._rules:
+                self._rules = [*self._rules, stored.first]
+            self._scale[ids] = -torch.inf
+            self._offset[ids] = float(self._rules.index(stored.first))
+            return
         if stored.scheme == "exact":
             values = stored.values if positions is None else stored.values[positions]
             self._exact.add(ids, values.clone())
@@ -228,6 +238,7 @@ class CodedTable:
         row_gather.move(source._offset, ids, self._offset, ids)
         self._exact.share(source._exact)
         self._wider.share(source._wider)
+        self._rules = source._rules
 
     def lookup(self, ids: Tensor) -> Tensor:
         """Return the rows of `ids`, decoded.
@@ -259,7 +270,19 @@ class CodedTable:
         is_exact = scale.isnan()
         if bool(is_exact.any()):
             (values[is_exact],) = self._exact.find(flat[is_exact])
+        is_first = scale.isneginf()
+        if bool(is_first.any()):
+            values[is_first] = self._first_values(flat[is_first])
         return values.reshape(*ids.shape, self._spec.dim)
+
+    def _first_values(self, ids: Tensor) -> Tensor:
+        (piece,) = self._spec.pieces  # tables in pieces are not kept as codes
+        numbers = self._offset[ids]
+        values = torch.empty(len(ids), self._spec.dim, dtype=self._dtype, device="cpu")
+        for number, rule in enumerate(self._rules):
+            is_of_rule = numbers == number
+            values[is_of_rule] = rule.rows(piece.spec, ids[is_of_rule])
+        return values
 
     def _widen(self) -> None:
         """Give all codes the most bits, those of the rows beside them too."""

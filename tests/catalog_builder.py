@@ -19,6 +19,7 @@ from recpoint.catalog.store.contract import Store
 from recpoint.catalog.store.local import LocalStore
 from recpoint.format.chunk import ChunkMeta, Section, build_chunk, tensor_section
 from recpoint.format.dtypes import dtype_name, item_bytes
+from recpoint.format.first_values import FirstValueRule
 from recpoint.format.history import History
 from recpoint.format.job import Allocation, QuantizerName
 from recpoint.format.manifest import (
@@ -69,6 +70,7 @@ class Table:
     residual: bool = False  # of staged increments
     base: Tensor | None = None  # decoded rows of the full: built increments store residuals
     allocation: Allocation | None = None  # of staged jobs; None: one width
+    first_values: FirstValueRule | None = None  # of staged fulls
 
     @property
     def rows(self) -> int:

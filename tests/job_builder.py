@@ -151,6 +151,7 @@ def stage(
                 codes=codes and quantized,
                 scattered=None if held is None else True,
                 allocation=table.allocation,
+                first_values=None if links and links.parent else table.first_values,
                 residual=True if table.residual and links and links.parent else None,
             )
         )

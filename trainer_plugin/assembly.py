@@ -507,6 +507,7 @@ def assemble(
             rank=ranks.rank,
             cache=cache,
             prices=loss,
+            rules=growth.rule,
         )
         directory = settings.staging.directory
         area = StagingArea(

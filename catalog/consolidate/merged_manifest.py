@@ -22,6 +22,7 @@ from recpoint.catalog.consolidate import moves
 from recpoint.catalog.persist import plan
 from recpoint.catalog.persist.record_sizes import row_entry_bytes
 from recpoint.catalog.restore.rows import sections_touched
+from recpoint.format.first_values import most_first_rows
 from recpoint.format.manifest import Manifest, TableSpec
 from recpoint.format.records import body_bytes
 
@@ -95,8 +96,12 @@ class MergedManifest:
                 kind = entry.rank, entry.bits, entry.scheme, manifest.state_bits, form
                 table.kinds.add(kind)
             table.reads += sections_touched(first, last)
-            table.size_bytes += entry.bytes + rows * _ID_BYTES
-            table.row_bytes = max(table.row_bytes, -(-entry.bytes // rows) + _ID_BYTES)
+            size_bytes = entry.bytes
+            if entry.scheme == "first":
+                # Chunks of these rows are full when the rows that a reader computes are so many.
+                size_bytes = -(-rows * plan.CHUNK_BYTES // most_first_rows(self._specs[index]))
+            table.size_bytes += size_bytes + rows * _ID_BYTES
+            table.row_bytes = max(table.row_bytes, -(-size_bytes // rows) + _ID_BYTES)
 
     @property
     def most_bytes(self) -> int:

@@ -18,8 +18,16 @@ from torch import Tensor
 
 from recpoint.catalog.persist.plan import CHUNK_BYTES
 from recpoint.catalog.restore.chunks import ChunkSource, read_chunk, row_ids, row_parameter
-from recpoint.format.chunk import ChunkMeta, RowSetCoding, Section, build_chunk, section_tensor
+from recpoint.format.chunk import (
+    Chunk,
+    ChunkMeta,
+    RowSetCoding,
+    Section,
+    build_chunk,
+    section_tensor,
+)
 from recpoint.format.dtypes import Dtype, array_bytes, item_bytes
+from recpoint.format.first_values import FirstValueRule, most_first_rows
 from recpoint.format.manifest import GRID_DTYPE, ChunkEntry, Manifest, Scheme, TableSpec
 from recpoint.format.naming import row_chunk_key
 from recpoint.kernels import row_gather, row_set
@@ -38,17 +46,50 @@ _Ids = np.ndarray[Any, np.dtype[np.int64]]
 _Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
+class _FirstRows(NamedTuple):
+    """What rows with their first values have in common (format §3.9).
+
+    Attributes:
+        rule: computes the values.
+        entries: the bytes of each row state of a row.
+    """
+
+    rule: FirstValueRule
+    entries: tuple[bytes, ...]
+
+
 class RowKind(NamedTuple):
-    """The properties that rows must share to be in the same chunk (format §3)."""
+    """The properties that rows must share to be in the same chunk (format §3).
+
+    `first` is for rows with their first values alone.
+    """
 
     rank: int
     bits: int
     scheme: Scheme
     parameters: Dtype | None
     states: tuple[Dtype, ...]
+    first: _FirstRows | None = None
+
+    def most_rows(self, spec: TableSpec) -> int:
+        """Return the most rows of a chunk."""
+        if self.first is not None:
+            return min(most_first_rows(spec), spec.rows)
+        row_bytes = sum(array_bytes(*part) for part in self.arrays(spec).values()) + _ID_BYTES
+        return max(1, min(CHUNK_BYTES // row_bytes, spec.rows))
+
+    def common_sections(self, spec: TableSpec) -> list[Section]:
+        """Return the arrays of a chunk that it has once, for all its rows."""
+        entries = () if self.first is None else self.first.entries
+        return [
+            Section(f"state.{index}", state.dtype, (1, *state.shape), entry)
+            for index, (state, entry) in enumerate(zip(spec.row_states, entries, strict=False))
+        ]
 
     def arrays(self, spec: TableSpec) -> dict[str, tuple[Dtype, tuple[int, ...]]]:
         """Return a chunk's arrays except the row set: name, dtype and shape of one row's part."""
+        if self.first is not None:
+            return {}
         if self.parameters is None:
             arrays: dict[str, tuple[Dtype, tuple[int, ...]]] = {"values": (spec.dtype, (spec.dim,))}
         else:
@@ -85,7 +126,7 @@ def read_moved(source: ChunkSource, manifest: Manifest, entry: ChunkEntry) -> Mo
     if entry.table is None or entry.scheme is None or entry.bits is None:
         raise ValueError(f"{entry.key} is not a row chunk")
     spec, sections = manifest.tables[entry.table], chunk.sections
-    quantized = entry.scheme != "exact"
+    quantized = entry.scheme in ("asymmetric", "residual")
     if quantized:
         for name in ("scale", "offset"):
             row_parameter(sections[name], entry)  # checks that all parameters are finite
@@ -95,6 +136,7 @@ def read_moved(source: ChunkSource, manifest: Manifest, entry: ChunkEntry) -> Mo
         scheme=entry.scheme,
         parameters=sections["scale"].dtype if quantized else None,
         states=tuple(sections[f"state.{k}"].dtype for k in range(len(spec.row_states))),
+        first=_common(chunk, spec),
     )
     rows = row_ids(chunk, entry, spec)
     return MovedRows(
@@ -102,6 +144,14 @@ def read_moved(source: ChunkSource, manifest: Manifest, entry: ChunkEntry) -> Mo
         rows=rows,
         parts={name: _as_bytes(sections[name], len(rows)) for name in kind.arrays(spec)},
     )
+
+
+def _common(chunk: Chunk, spec: TableSpec) -> _FirstRows | None:
+    rule = chunk.meta.first
+    if rule is None:
+        return None
+    states = (chunk.sections[f"state.{k}"] for k in range(len(spec.row_states)))
+    return _FirstRows(rule, tuple(bytes(state.data_view) for state in states))
 
 
 def _as_bytes(section: Section, rows: int) -> Tensor:
@@ -190,6 +240,7 @@ class ChunkBuilder:
             Section(name, arrays[name][0], (ids.size, *arrays[name][1]), part)
             for name, part in parts.items()
         ]
+        sections += kind.common_sections(spec)
         if coded.payload is not None:
             sections.append(Section("row_set", "U8", (len(coded.payload),), coded.payload))
         # With the widest items first each array is aligned, and a reader need not copy it.
@@ -207,6 +258,7 @@ class ChunkBuilder:
             bits=kind.bits,
             scheme=kind.scheme,
             row_set=RowSetCoding.model_validate({"coding": coded.coding, "first": coded.first}),
+            first=None if kind.first is None else kind.first.rule,
         )
         number = self._numbers.get(kind.rank, 0)
         self._numbers[kind.rank] = number + 1
@@ -244,8 +296,7 @@ class _PendingRows:
     def __init__(self, kind: RowKind, spec: TableSpec) -> None:
         self.rows = 0
         self._widths = {name: array_bytes(*part) for name, part in kind.arrays(spec).items()}
-        row_bytes = sum(self._widths.values()) + _ID_BYTES
-        self._most = max(1, min(CHUNK_BYTES // row_bytes, spec.rows))
+        self._most = kind.most_rows(spec)
         sizes = [_pages(self._most * width) for width in (_INT64_BYTES, *self._widths.values())]
         mapping = mmap.mmap(-1, sum(sizes), flags=mmap.MAP_PRIVATE)
         if hasattr(mmap, "MADV_NOHUGEPAGE"):

@@ -18,7 +18,7 @@ class WidthMix:
     Attributes:
         mean_bits: bits of a value, the mean over all values of the rows.
         row_shares: the share of the rows in each width, the narrowest first. A width is the bits of
-            a code as a number, or `exact`.
+            a code as a number; `exact`; or `with first values`, which take none.
     """
 
     mean_bits: float
@@ -43,8 +43,9 @@ def width_mix(chunks: Iterable[ChunkEntry], tables: Sequence[TableSpec]) -> Widt
         if chunk.table is None or chunk.row_count is None or chunk.bits is None:
             continue
         # Exact rows of all dtypes are one width, behind all codes.
-        is_exact = chunk.scheme == "exact"
-        rows[(64, "exact") if is_exact else (chunk.bits, str(chunk.bits))] += chunk.row_count
+        words = {"exact": (64, "exact"), "first": (0, "with first values")}
+        word = words.get(chunk.scheme or "", (chunk.bits, str(chunk.bits)))
+        rows[word] += chunk.row_count
         values_of_chunk = chunk.row_count * tables[chunk.table].dim
         values += values_of_chunk
         bits += chunk.bits * values_of_chunk

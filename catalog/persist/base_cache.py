@@ -91,7 +91,12 @@ class BaseCache:
             return None
 
     def write(self, entry: ChunkEntry, stored: StoredRows) -> bool:
-        """Keep the rows of a chunk; tell whether there was room. Never raises."""
+        """Keep the rows of a chunk; tell whether there was room. Never raises.
+
+        Rows with their first values are not kept: their chunk in the store has no rows either.
+        """
+        if stored.first is not None:
+            return True
         path = self._path(entry)
         try:
             owned.make_directory(self._run.staging, path.parent)

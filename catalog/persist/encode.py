@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from recpoint.catalog.persist.plan import (
+    FIRST,
     ChunkGroup,
     RowBlock,
     StateBlock,
@@ -198,7 +199,9 @@ def _quantized_chunks(
         for number, start in zip(numbers, starts, strict=False):
             in_chunk = positions[start : start + rows_each]
             chosen = _Chosen.of(in_chunk, spool)
-            if form.parameters is not None:
+            if form == FIRST:
+                arrays = []
+            elif form.parameters is not None:
                 arrays = _codes(table, form, quantized["coded"][index], start, len(in_chunk))
             elif table.codes:
                 first = quantized["exact_first"] + start
@@ -285,7 +288,10 @@ def _row_chunk(
         spool: takes what has to be written for the chunk.
     """
     job, table, rows = staged.job, staged.job.tables[block.table], chosen.rows
-    arrays = [*arrays, *_states(staged, block, chosen, spool)]
+    if form == FIRST:
+        arrays = [*arrays, *_common_states(staged, block, chosen)]
+    else:
+        arrays = [*arrays, *_states(staged, block, chosen, spool)]
     coding = RowSetCoding(coding="range", first=ids) if isinstance(ids, int) else None
     if coding is None:
         coded = row_set.encode(torch.from_numpy(ids))
@@ -306,6 +312,7 @@ def _row_chunk(
         bits=form.bits,
         scheme=form.scheme(table),
         row_set=coding,
+        first=table.first_values if form == FIRST else None,
     )
     key = row_chunk_key(
         job.step, job.generation, job.attempt, rank=job.rank, table=block.table, number=number
@@ -361,6 +368,20 @@ def _states(staged: StagedJob, block: RowBlock, chosen: _Chosen, spool: SpoolFil
                 _Array(f"state.{index}.grid", GRID_DTYPE, (chosen.rows,), (stored.grids,))
             )
     return arrays
+
+
+def _common_states(staged: StagedJob, block: RowBlock, chosen: _Chosen) -> list[_Array]:
+    """Return the row states of the first chosen row, which are those of all chosen rows."""
+    row = block.first + chosen.span.start
+    return [
+        _Array(
+            f"state.{index}",
+            state.dtype,
+            (1, *state.shape),
+            (staged.extent(state_name(block.table, index), first=row, count=1),),
+        )
+        for index, state in enumerate(staged.job.tables[block.table].spec.row_states)
+    ]
 
 
 def _part(staged: StagedJob, name: str, block: RowBlock, chosen: _Chosen) -> Part:

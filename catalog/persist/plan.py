@@ -9,18 +9,20 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 from recpoint.catalog.staging.job import StagedJob, sample_name
 from recpoint.errors import MalformedObject
 from recpoint.format.chunk import sample_arrays
 from recpoint.format.dtypes import Dtype, array_bytes, item_bytes
+from recpoint.format.first_values import most_first_rows
 from recpoint.format.job import Segment, StagedTable
 from recpoint.format.manifest import CODE_BITS, MAX_CHUNK_BYTES, Scheme
 from recpoint.format.naming import MAX_CHUNK
 
 __all__ = [
     "CHUNK_BYTES",
+    "FIRST",
     "GROUP_BYTES",
     "GROUP_SPOOL_BYTES",
     "TENSORS_EACH",
@@ -67,8 +69,8 @@ class StoredForm(NamedTuple):
     """What the rows of a chunk have in common (format §3).
 
     Attributes:
-        bits: bits of each stored value.
-        parameters: dtype of the row parameters; None: the rows are stored exactly.
+        bits: bits of each stored value; 0: a rule gives the rows, which are not stored.
+        parameters: dtype of the row parameters; None: the rows come back exactly.
     """
 
     bits: int
@@ -77,13 +79,17 @@ class StoredForm(NamedTuple):
     def scheme(self, table: StagedTable) -> Scheme:
         """Return the scheme of the chunks."""
         if self.parameters is None:
-            return "exact"
+            return "exact" if self.bits else "first"
         return "residual" if table.residual else "asymmetric"
 
     def row_bytes(self, table: StagedTable) -> int:
         """Return the bytes of one row's values, or of its codes and their parameters."""
         values = (table.spec.dim * self.bits + 7) // 8
         return values if self.parameters is None else values + 2 * item_bytes(self.parameters)
+
+
+#: Of rows that no batch has changed, if the table's rule is known (format §3.9).
+FIRST: Final = StoredForm(0, None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,8 +211,9 @@ def stored_forms(table: StagedTable) -> tuple[StoredForm, ...]:
         widths = CODE_BITS
     elif table.is_quantized:
         widths = (table.bits,)
-    coded = [StoredForm(bits, dtype) for bits in widths for dtype in _PARAMETER_DTYPES]
-    return (*coded, StoredForm(8 * item_bytes(table.spec.dtype), None))
+    forms = [StoredForm(bits, dtype) for bits in widths for dtype in _PARAMETER_DTYPES]
+    forms += [] if table.first_values is None else [FIRST]
+    return (*forms, StoredForm(8 * item_bytes(table.spec.dtype), None))
 
 
 def rows_of_block(table: StagedTable) -> int:
@@ -225,6 +232,8 @@ def rows_of_block(table: StagedTable) -> int:
 
 def rows_of_chunk(table: StagedTable, form: StoredForm) -> int:
     """Return the most rows of one form in a chunk."""
+    if form == FIRST:
+        return most_first_rows(table.spec)
     is_only_form = form.parameters is not None or not table.is_quantized
     if table.allocation is None and is_only_form:
         return rows_of_block(table)

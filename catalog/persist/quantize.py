@@ -15,10 +15,17 @@ import torch
 from torch import Tensor
 
 from recpoint.catalog.persist.block_rows import BlockRows, passes
-from recpoint.catalog.persist.plan import ChunkGroup, RowBlock, StoredForm, stored_forms
+from recpoint.catalog.persist.first_rows import first_rows
+from recpoint.catalog.persist.plan import (
+    FIRST,
+    ChunkGroup,
+    RowBlock,
+    StoredForm,
+    stored_forms,
+)
 from recpoint.catalog.persist.quantizer_choice import Choice, choose_quantizer
 from recpoint.catalog.persist.residuals import BlockResiduals, ResidualRows
-from recpoint.catalog.persist.row_widths import row_widths
+from recpoint.catalog.persist.row_widths import RowWidths, row_widths
 from recpoint.catalog.persist.spool import (
     SpoolFile,
     extent_list,
@@ -32,6 +39,7 @@ from recpoint.catalog.staging.slot_reading import Extent
 from recpoint.format.dtypes import Dtype, torch_dtype
 from recpoint.format.manifest import CODE_BITS, Quantizer
 from recpoint.kernels import row_gather
+from recpoint.kernels.allocation import EXACT
 from recpoint.kernels.implementation import on_cpu
 from recpoint.kernels.quantize import Method, PackedRows, quantize_packed
 
@@ -145,7 +153,10 @@ def _quantize_block(
         {name: [] for name in CODED_ARRAYS} for _ in forms[:-1]
     ]
     form_of_row = torch.full((block.rows,), exact_form, dtype=torch.uint8, device="cpu")
-    for rows, coded_rows in _coded(staged, block, method, residuals):
+    is_first = first_rows(staged, block)
+    if is_first is not None:
+        form_of_row[torch.from_numpy(is_first)] = forms.index(FIRST)
+    for rows, coded_rows in _coded(staged, block, method, residuals, is_first):
         of_pass = form_of_row[rows.start : rows.stop]
         for positions, bits, packed in coded_rows:
             wide = packed.wide & ~packed.exact
@@ -176,11 +187,16 @@ def _quantize_block(
 
 
 def _coded(
-    staged: StagedJob, block: RowBlock, method: Method, residuals: ResidualRows | None
+    staged: StagedJob,
+    block: RowBlock,
+    method: Method,
+    residuals: ResidualRows | None,
+    is_first: np.ndarray[Any, np.dtype[np.bool_]] | None,
 ) -> Iterator[tuple[range, list[_CodedRows]]]:
     """Yield the block's rows a pass at a time, each pass with its quantized rows.
 
-    Rows of a pass that are in none of its quantized rows are stored exactly.
+    Rows of a pass that are in none of its quantized rows are stored exactly, or, if `is_first` says
+    so, have their first values.
     """
     table = staged.job.tables[block.table]
     if table.codes:
@@ -191,9 +207,12 @@ def _coded(
     if table.residual:
         assert residuals is not None  # the job has a table with residuals
         values = BlockResiduals(staged, block, residuals)
-    widths = None
+    widths: RowWidths | None = None
     if table.allocation is not None:
         widths = row_widths(staged, block, table.allocation, values)
+    if is_first is not None:
+        widths = np.full(block.rows, table.bits, np.uint8) if widths is None else widths
+        widths[is_first] = EXACT
     for rows in passes(staged, block):
         stored = values.read(rows)
         if widths is None:

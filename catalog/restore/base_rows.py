@@ -75,7 +75,9 @@ class BaseRows:
         if not len(part.rows):
             return
         ids = part.rows if isinstance(part.rows, range) else part.rows.clone()
-        values, scale, offset = (t.clone() for t in (part.values, part.scale, part.offset))
+        # First values are computed again when they are asked for.
+        kept = part.values if part.first is None else part.values[:0]
+        values, scale, offset = (t.clone() for t in (kept, part.scale, part.offset))
         self._parts.append(
             replace(part, rows=ids, values=values, scale=scale, offset=offset, row_states=())
         )
@@ -104,7 +106,11 @@ class BaseRows:
             if first == stop:
                 continue
             positions, is_in_part = _positions(part.rows, ids[first:stop])
-            rows = decoded_values(_chosen(part, positions), self._spec)
+            if part.first is None:
+                rows = decoded_values(_chosen(part, positions), self._spec)
+            else:
+                own_ids = ids[first:stop][is_in_part] + self._wanted_rows.start
+                rows = part.first.rows(self._spec, own_ids)
             values[first:stop][is_in_part] = rows
             rows_added += len(rows)
         if rows_added != ids.numel():

@@ -31,6 +31,7 @@ from recpoint.catalog.store.scheduler import ReadScheduler
 from recpoint.errors import DigestMismatch, FormatError, MalformedObject, ObjectNotFound
 from recpoint.format.chunk import Chunk, Section, parse_chunk, section_tensor
 from recpoint.format.dtypes import item_bytes
+from recpoint.format.first_values import FirstValueRule
 from recpoint.format.manifest import ChunkEntry, Manifest, Scheme, TableSpec
 from recpoint.format.naming import parse_chunk_key
 from recpoint.kernels import row_set
@@ -145,11 +146,13 @@ class StoredRows:
     Attributes:
         rows: ids, int64 [n], ascending, without duplicates, each in the table; or a range.
         scheme: `"exact"`, `"asymmetric"`, or `"residual"`: codes of rows less those of the base.
+            Rows of scheme `"first"` are computed as they are read, and are exact from then on.
         bits: bits of a code; for scheme exact, bits of a value.
         values: for scheme exact [n, dim] of the table's dtype, else packed codes
             u8 [n, ceil(dim·bits/8)].
         scale, offset: f32 [n], finite; empty for scheme exact.
         row_states: one [n, *shape] for each row state of the table, of its dtype, BF16, or coded.
+        first: the rule by which the values were computed; None: they were stored.
     """
 
     rows: range | Tensor
@@ -159,6 +162,7 @@ class StoredRows:
     scale: Tensor
     offset: Tensor
     row_states: tuple[StoredState, ...]
+    first: FirstValueRule | None = None
 
     def positions_of(self, wanted_rows: range) -> range:
         """Return the positions of the rows whose ids are in `wanted_rows`."""
@@ -206,6 +210,8 @@ def check_entry(manifest: Manifest, entry: ChunkEntry) -> None:
     if entry.table is None or entry.row_count is None or entry.bits is None:
         return
     spec = manifest.tables[entry.table]
+    if entry.scheme == "first":
+        return  # it has no rows; `parse_chunk` bounds how many are computed
     least_bytes = entry.row_count * (_row_bytes(spec, entry) + _state_bytes(spec))
     if entry.bytes < least_bytes:
         raise MalformedObject(
@@ -299,6 +305,8 @@ def read_rows(
         raise ValueError(f"{entry.key} is not a row chunk")
     spec = manifest.tables[entry.table]
     sections = chunk.sections
+    if entry.scheme == "first":
+        return _first_rows(chunk, entry, spec)
     exact = entry.scheme == "exact"
     none = torch.empty(0, dtype=torch.float32, device="cpu")
     return StoredRows(
@@ -311,6 +319,28 @@ def read_rows(
         row_states=tuple(
             stored_state(sections, number, state) for number, state in enumerate(spec.row_states)
         ),
+    )
+
+
+def _first_rows(chunk: Chunk, entry: ChunkEntry, spec: TableSpec) -> StoredRows:
+    rule, rows = chunk.meta.first, row_ids(chunk, entry, spec)
+    assert rule is not None  # a chunk of this scheme has one
+    ids = torch.arange(rows.start, rows.stop, device="cpu") if isinstance(rows, range) else rows
+    none = torch.empty(0, dtype=torch.float32, device="cpu")
+    return StoredRows(
+        rows=rows,
+        scheme="exact",
+        bits=8 * item_bytes(spec.dtype),
+        values=rule.rows(spec, ids),
+        scale=none,
+        offset=none,
+        row_states=tuple(
+            section_tensor(chunk.sections[f"state.{number}"])
+            .expand(len(rows), *state.shape)
+            .contiguous()
+            for number, state in enumerate(spec.row_states)
+        ),
+        first=rule,
     )
 
 

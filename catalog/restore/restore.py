@@ -390,7 +390,7 @@ def _restore_first(
 
 
 def _quantized(chain: Chain) -> bool:
-    return any(c.scheme not in (None, "exact") for m in chain.manifests for c in m.chunks)
+    return any(c.scheme in ("asymmetric", "residual") for m in chain.manifests for c in m.chunks)
 
 
 def restore_parts(

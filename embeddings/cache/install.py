@@ -23,7 +23,7 @@ from recpoint.embeddings.cache.residents import CachedRows
 from recpoint.embeddings.cache.shared import shared_cache
 from recpoint.embeddings.cache.slots import TableSlots
 from recpoint.embeddings.home.contract import Home
-from recpoint.embeddings.home.initial import Initial, first_values
+from recpoint.embeddings.home.initial import Initial, first_values, stored_rule
 from recpoint.embeddings.home.ranks import rank_and_count
 from recpoint.embeddings.tables.optimizers import row_states
 from recpoint.embeddings.tables.tables import (
@@ -320,7 +320,7 @@ def _cached_rows(
     values_of_new_rows = partial(
         first_values, initial, name, dim=table.dim, dtype=weight.dtype, padding_row=padding
     )
-    return CachedRows(slots, values_of_new_rows, None)
+    return CachedRows(slots, values_of_new_rows, None, stored_rule(initial, name))
 
 
 def _refused(subject: str, found: str, expected: str, next_step: str) -> SettingsError:

@@ -18,6 +18,7 @@ from recpoint.embeddings.cache.slots import TableSlots
 from recpoint.embeddings.tables.optimizers import Watched
 from recpoint.embeddings.tables.tables import Marker
 from recpoint.errors import SettingsError
+from recpoint.format.first_values import FirstValueRule
 from recpoint.lookahead.oracle import Oracle
 from recpoint.lookahead.shared_oracle import SharedOracle
 
@@ -44,10 +45,19 @@ class CachedRows:
             whether any row has changed.
         is_unmarked: a row has changed while there was no marker.
         is_trained: a step has changed rows, on any rank that shares the table.
+        rule: the rule that gives rows their first values, as checkpoints name it; None: they name
+            none. Rows that the table has got later may have another rule.
     """
 
-    def __init__(self, slots: TableSlots, initial: FirstValues, storage: Tensor | None) -> None:
+    def __init__(
+        self,
+        slots: TableSlots,
+        initial: FirstValues,
+        storage: Tensor | None,
+        rule: FirstValueRule | None = None,
+    ) -> None:
         self.slots = slots
+        self.rule = rule
         self.part = range(slots.rows)
         self.initial = initial
         #: First values of the rows that the home does not get from `storage`.

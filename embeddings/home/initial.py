@@ -8,29 +8,18 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from recpoint.embeddings.tables.tables import Table, plain_tables
 from recpoint.errors import SettingsError
+from recpoint.format.first_values import FirstValueRule, uniform_values
 
-__all__ = [
-    "Initial",
-    "Uniform",
-    "Words",
-    "fill",
-    "fill_rows",
-    "first_values",
-    "mixed",
-    "padding_row",
-]
+__all__ = ["Initial", "Uniform", "fill", "fill_rows", "first_values", "padding_row", "stored_rule"]
 
 _PIECE_ROWS: Final = 65_536
-
-Words = np.ndarray[Any, np.dtype[np.uint64]]
 
 
 class Initial(Protocol):
@@ -53,8 +42,6 @@ class Initial(Protocol):
 @dataclass(frozen=True)
 class Uniform:
     """Values from a uniform distribution, by a hash of seed, table, row and column.
-
-    The hash is SplitMix64 (Steele et al., OOPSLA 2014); its upper 24 bits give the value.
 
     Args:
         seed: a whole number, 0 to 2**32 - 1.
@@ -87,12 +74,29 @@ class Uniform:
 
     def __call__(self, table: str, ids: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
         """See `Initial`."""
-        key = zlib.crc32(table.encode()) << 32 | self.seed
-        words: Words = ids.numpy().astype(np.uint64)[:, None] * np.uint64(dim)
-        columns: Words = np.arange(1, dim + 1, dtype=np.uint64)
-        words = np.add(np.add(words, columns), mixed(np.array([key], np.uint64)))
-        unit = (mixed(words) >> np.uint64(40)).astype(np.float64) * 2.0**-24
-        return torch.from_numpy(self.low + unit * (self.high - self.low)).to(dtype)
+        return uniform_values(
+            zlib.crc32(table.encode()) << 32 | self.seed,
+            ids,
+            low=self.low,
+            high=self.high,
+            row_values=dim,
+            columns=range(dim),
+            dtype=dtype,
+        )
+
+
+def stored_rule(initial: Initial | None, table: str) -> FirstValueRule | None:
+    """Return the rule as checkpoints name it; None: the format knows no such rule.
+
+    Args:
+        initial: computes first values; None: nothing does.
+        table: the name of the table that `initial` is given.
+    """
+    if type(initial) is not Uniform:  # a subclass may compute other values
+        return None
+    return FirstValueRule.uniform(
+        table, seed=initial.seed, low=float(initial.low), high=float(initial.high)
+    )
 
 
 def first_values(
@@ -167,14 +171,6 @@ def padding_row(table: Table) -> int | None:
     """Return the row of a table that lookups skip; None: there is none."""
     row = getattr(getattr(table, "module", None), "padding_idx", None)
     return row if isinstance(row, int) else None
-
-
-def mixed(words: Words) -> Words:
-    """Return the SplitMix64 hash of each word: uint64 of the same shape."""
-    words = words * np.uint64(0x9E3779B97F4A7C15)
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        words = (words ^ (words >> np.uint64(shift))) * np.uint64(factor)
-    return words ^ (words >> np.uint64(31))
 
 
 def fill(model: nn.Module, initial: Initial, tables: Iterable[str] | None = None) -> nn.Module:

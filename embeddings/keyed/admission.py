@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recpoint.embeddings.home.initial import mixed
 from recpoint.errors import SettingsError
+from recpoint.format.first_values import mixed
 
 __all__ = ["Admission", "EachKey", "KeyGate", "Probability"]
 

@@ -94,10 +94,10 @@ def widths_text(mean_bits: float, row_shares: Sequence[tuple[str, float]]) -> st
 
     Args:
         mean_bits: of a value.
-        row_shares: the share of the rows in each width: bits of a code, or `exact`.
+        row_shares: the share of the rows in each width: bits of a code, or words.
     """
     shares = ", ".join(
-        f"{share:.1%} {word if word == 'exact' else f'in {word}'}" for word, share in row_shares
+        f"{share:.1%} {f'in {word}' if word.isdigit() else word}" for word, share in row_shares
     )
     return f"{mean_bits:.2f} bits a value (of the rows, {shares})"
 

@@ -8,6 +8,7 @@ from recpoint.embeddings.cache.cache import Cache
 from recpoint.embeddings.cache.progress import CacheStats
 from recpoint.embeddings.cache.view import CacheView
 from recpoint.embeddings.server.served_part import part_of
+from recpoint.format.first_values import FirstValueRule
 from recpoint.format.manifest import CacheUse
 from recpoint.trainer_plugin.snapshot.plan import CutTable
 from recpoint.trainer_plugin.snapshot.seal import ServedTables
@@ -67,6 +68,16 @@ class CacheAtCut:
             name for name in cache.tables if self._at_servers and cache.stages_at_home(name)
         )
         return cache.prepare_view(writes_back=self._at_servers)
+
+    def rule_of(self, name: str | None) -> FirstValueRule | None:
+        """Return the rule of a table's first values; None: checkpoints cannot name one.
+
+        Args:
+            name: name of the table in its cache; None: it is in none.
+        """
+        if self._cache is None or name is None:
+            return None
+        return self._cache.tables[name].rule
 
     def view(self) -> CacheView | None:
         """Return what reads the rows of cached tables after the cut; None: no table is cached."""

@@ -7,7 +7,7 @@ a cut fails, all rows that were dirty are dirty again.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import NamedTuple
@@ -18,6 +18,7 @@ from recpoint.catalog.staging.sample import Sampler
 from recpoint.catalog.staging.slot import Slot
 from recpoint.catalog.store.contract import now_ms
 from recpoint.embeddings.cache.cache import Cache
+from recpoint.embeddings.home.initial import Initial
 from recpoint.embeddings.tables.marks import Dirty, Tracker
 from recpoint.embeddings.tables.optimizers import OptimizerWatch
 from recpoint.format import state_tree
@@ -103,6 +104,7 @@ class Cutter:
         rank: rank of this process.
         cache: has the rows of cached tables; None: no table is cached.
         prices: gives rows their widths; None: all rows of a table have one width.
+        rules: returns how new rows of a grown table began, by its name; None: it has not grown.
 
     Attributes:
         cache: the cache at the cut.
@@ -126,12 +128,13 @@ class Cutter:
         rank: int = 0,
         cache: Cache | None = None,
         prices: PricesBits | None = None,
+        rules: Callable[[str], Initial | None] = lambda _: None,
     ) -> None:
         self._trackers = trackers
         self._watch = watch
         self._state = state
         self.cache = CacheAtCut(cache, at_servers=settings.staging.at_servers)
-        self.parts = TableParts(shards, settings, self.cache, rank, prices)
+        self.parts = TableParts(shards, settings, self.cache, rank, prices, rules)
         self._policy = settings.policy
         self._sampler = Sampler()
         self._live = LiveTables(shards, state.optimizers)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from recpoint.catalog.staging.slot import Placed, place_behind
 from recpoint.format.dtypes import Dtype, array_bytes, dtype_name, item_bytes
+from recpoint.format.first_values import FirstValueRule
 from recpoint.format.history import History
 from recpoint.format.job import Allocation, QuantizerName, StagedTable
 from recpoint.format.manifest import ChosenMethod, StateBits, TableSpec
@@ -142,6 +143,8 @@ class CutTable:
         at_servers: embedding servers stage the rows; the slot has none of them.
         residual: whether the agent stores the rows as residuals (format §3.7).
         allocation: how the agent chooses a width for each row; None: all rows have `bits`.
+        first_values: the rule of rows that nothing has changed, which the agent leaves out; None:
+            it leaves none out.
     """
 
     spec: TableSpec
@@ -160,11 +163,17 @@ class CutTable:
     at_servers: bool = False
     residual: bool = False
     allocation: Allocation | None = None
+    first_values: FirstValueRule | None = None
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether its rows are stored in fewer bits than their dtype has."""
+        return self.bits < 8 * item_bytes(self.spec.dtype)
 
     @property
     def may_be_residual(self) -> bool:
         """Whether the form of its rows allows residuals to a full."""
-        return self.spec.dtype != "F64" and self.bits < 8 * item_bytes(self.spec.dtype)
+        return self.spec.dtype != "F64" and self.is_quantized
 
     @property
     def rows_here(self) -> int:
@@ -189,6 +198,7 @@ class CutTable:
             codes=self.codes is not None,
             residual=True if self.residual else None,
             allocation=self.allocation,
+            first_values=self.first_values,
         )
 
     @property
@@ -213,6 +223,7 @@ class CutTable:
             scattered=True if self.at_servers else None,
             residual=True if self.residual else None,
             allocation=self.allocation,
+            first_values=self.first_values,
         )
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
+from recpoint.embeddings.home.initial import Initial, stored_rule
 from recpoint.embeddings.tables.marks import Dirty
 from recpoint.format.dtypes import item_bytes
+from recpoint.format.first_values import FirstValueRule
 from recpoint.format.history import RULE_BITS, ChosenPrecision
 from recpoint.format.job import Allocation
 from recpoint.format.manifest import CODE_BITS, MeasuredLoss, Quantizer
@@ -49,6 +51,7 @@ class TableParts:
         cache: says which tables embedding servers stage.
         rank: rank of this process.
         prices: gives rows their widths; None: all rows of a table have one width.
+        rules: returns how new rows of a grown table began, by its name; None: it has not grown.
 
     Attributes:
         rule: whether the width of any table is chosen anew for each cut.
@@ -65,8 +68,10 @@ class TableParts:
         cache: CacheAtCut,
         rank: int,
         prices: PricesBits | None = None,
+        rules: Callable[[str], Initial | None] = lambda _: None,
     ) -> None:
         self._shards = tuple(shards)
+        self._rules = rules
         self._precision = settings.precision
         self._cache = cache
         self._rank = rank
@@ -168,12 +173,16 @@ class TableParts:
         return parts
 
     def quantize(self, parts: list[CutTable], link: ChainLink, step: int) -> None:
-        """Set the method of each part whose quantization method is known.
+        """Set how the rows of each part are stored, as far as that follows from the chain.
 
-        Parts whose rows are quantized in this process get codes instead of values. Parts that the
-        agent stores as residuals keep their values: it chooses the method on residuals.
+        This is the method of quantization, if it is known; and in a full the rule of first values,
+        because the agent leaves out rows that it gives. Parts whose rows are quantized in this
+        process get codes instead of values. Parts that the agent stores as residuals keep their
+        values: it chooses the method on residuals.
         """
         for index, (shard, part) in enumerate(zip(self._shards, parts, strict=True)):
+            if link.base is None and part.is_quantized:
+                part = parts[index] = replace(part, first_values=self._rule(shard, part))
             if link.base is not None and self._precision.residual and part.may_be_residual:
                 parts[index] = replace(part, residual=True)
             elif shard.table is not None:
@@ -182,6 +191,13 @@ class TableParts:
                     parts[index] = replace(part, method=method)
         if self._quantizer.wanted:
             self._code(parts)
+
+    def _rule(self, shard: StoredShard, part: CutTable) -> FirstValueRule | None:
+        """Return the rule of rows that began by one; None: checkpoints cannot name one."""
+        if shard.table is None:
+            return None
+        in_cache = self._cache.rule_of(part.in_cache)
+        return in_cache or stored_rule(self._rules(shard.table.name), shard.table.name)
 
     def _code(self, parts: list[CutTable]) -> None:
         requests: dict[int, RowsToCode] = {}
@@ -199,4 +215,4 @@ class TableParts:
                 parts[index] = replace(part, ids=ids)
             requests[index] = RowsToCode(table, part.bits, part.method, ids, part.row_count)
         for index, codes in zip(requests, self._quantizer.codes([*requests.values()]), strict=True):
-            parts[index] = replace(parts[index], codes=codes)
+            parts[index] = replace(parts[index], codes=codes, first_values=None)
