@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 import torch
@@ -11,18 +12,22 @@ from torch import Tensor
 
 from recpoint.errors import SettingsError
 from recpoint.format.first_values import mixed
+from recpoint.kernels.key_sketch import DEPTH, MOST_COUNT, KeySketch
 
-__all__ = ["Admission", "EachKey", "KeyGate", "Probability"]
+__all__ = ["Admission", "EachKey", "KeyGate", "Probability", "Seen"]
+
+#: Columns of a sketch: as many as the table has rows, but not fewer.
+_FEWEST_COLUMNS: Final = 1024
 
 
 class KeyGate(Protocol):
     """Admits keys to one table, and keeps what this needs."""
 
     def admitted(self, keys: Tensor, steps: int) -> Tensor:
-        """Return which keys get a row if they are looked up now: bool [n]. Changes nothing.
+        """Return the keys that get a row if they are looked up now: int64. Changes nothing.
 
         Args:
-            keys: int64 [n], all different: keys without a row.
+            keys: int64 [n], all different, ascending: keys without a row.
             steps: number of the table's optimizer steps so far.
         """
 
@@ -32,7 +37,7 @@ class KeyGate(Protocol):
     def state_dict(self) -> dict[str, Any]:
         """Return the live state: name -> tensor or whole number."""
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` returned."""
 
 
@@ -59,8 +64,82 @@ class EachKey:
         return {"rule": "EachKey"}
 
     def admitted(self, keys: Tensor, steps: int) -> Tensor:
-        """Return True for each key."""
-        return torch.ones(len(keys), dtype=torch.bool, device="cpu")
+        """Return all keys."""
+        return keys
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """Admits a key when it is looked up for the nth time; until then it has no row.
+
+    A lookup of several equal keys counts once. The counts are in a sketch (Estan and Varghese,
+    SIGCOMM 2002) with four bytes for each row of the table. It may count too much, and then admits
+    a key early. Old lookups fade: all counts are halved after as many lookups of keys without a row
+    as the table has rows.
+
+    Args:
+        times: at least 1, at most 255.
+
+    Raises:
+        SettingsError: `times` is out of range.
+    """
+
+    times: int
+
+    def __post_init__(self) -> None:
+        if type(self.times) is not int or not 1 <= self.times <= MOST_COUNT:
+            raise SettingsError(
+                "Seen(times=...)",
+                found=f"{self.times!r:.200}",
+                expected=f"a whole number from 1 to {MOST_COUNT}, which is the largest count",
+                next_step="give another number of lookups",
+            )
+
+    def gate(self, capacity_rows: int) -> KeyGate:
+        """Return a gate for a table of `capacity_rows`; see `Admission`."""
+        return _SeenOften(self.times, capacity_rows)
+
+    def settings(self) -> dict[str, Any]:
+        """See `Admission`."""
+        return {"rule": "Seen", "times": self.times}
+
+
+class _SeenOften:
+    """Counts the lookups of keys without a row.
+
+    Args:
+        times: see `Seen`.
+        capacity_rows: rows of the table.
+    """
+
+    def __init__(self, times: int, capacity_rows: int) -> None:
+        self._times = times
+        self._columns = max(_FEWEST_COLUMNS, capacity_rows)
+        self.load_state_dict({})
+
+    def admitted(self, keys: Tensor, steps: int) -> Tensor:
+        """See `KeyGate`."""
+        return keys[self._sketch.estimate(keys) >= self._times - 1]
+
+    def count(self, keys: Tensor) -> None:
+        """See `KeyGate`."""
+        self._sketch.add(keys)
+        self._added += keys.numel()
+        columns = self._sketch.counts.shape[1]
+        while self._added >= columns:
+            self._sketch.halve()
+            self._added -= columns
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `KeyGate`."""
+        return {"counts": self._sketch.counts, "added": self._added}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over counts, also those of a table with another number of rows; {}: none."""
+        counts = state.get("counts")
+        if counts is None:
+            counts = torch.zeros(DEPTH, self._columns, dtype=torch.uint8, device="cpu")
+        self._sketch, self._added = KeySketch(counts.clone()), int(state.get("added", 0))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,10 +176,10 @@ class Probability:
         return {"rule": "Probability", "share": float(self.share)}
 
     def admitted(self, keys: Tensor, steps: int) -> Tensor:
-        """Return which of `keys` are admitted after so many `steps`: bool [n]; see `KeyGate`."""
+        """Return those of `keys` that are admitted after so many `steps`; see `KeyGate`."""
         words = mixed(keys.numpy().astype(np.uint64)) + np.uint64(steps)
         unit = (mixed(words) >> np.uint64(11)).astype(np.float64) * 2.0**-53
-        return torch.from_numpy(unit < self.share)
+        return keys[torch.from_numpy(unit < self.share)]
 
 
 @dataclass(frozen=True)
@@ -116,5 +195,5 @@ class _GateWithoutState:
     def state_dict(self) -> dict[str, Any]:
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         pass

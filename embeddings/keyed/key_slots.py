@@ -19,6 +19,7 @@ from recpoint.embeddings.keyed.slot_values import SlotValues
 from recpoint.embeddings.tables.tables import Marker
 from recpoint.errors import SettingsError
 from recpoint.kernels.key_map import KeyMap
+from recpoint.kernels.key_order import KeyOrder
 
 __all__ = ["KeySlots"]
 
@@ -74,13 +75,14 @@ class KeySlots:
             for state, entry in entries.items()
         }
         self._map = KeyMap(self.row_states[KEY])
+        self._order = self._new_order()
         #: A call is about to change keys and row states, or was interrupted while it did.
         self._is_changing = False
 
     def __getstate__(self) -> dict[str, Any]:
         # The marker belongs to the tables of the model that this is a copy of.
         state = {**self.__dict__, "marker": None, "_is_changing": True}
-        del state["_map"]
+        del state["_map"], state["_order"]  # `_settle` makes them
         return state
 
     @property
@@ -125,12 +127,11 @@ class KeySlots:
             self._evict(self._expiry.expired(self.row_states[LAST_USE], self.steps))
         keys = keys.contiguous()
         slots = self._map.find(keys)
-        is_missing = slots == 0
-        if bool(is_missing.any()):
-            self._hold(slots[~is_missing], torch.unique(keys[is_missing]))
-            slots = self._map.find(keys)
-        else:
+        if bool(slots.all()):
+            self._mark(slots)
             self._use(slots)
+        else:
+            self._give_slots(keys, slots)
         return slots
 
     def delete(self, keys: Tensor) -> None:
@@ -200,53 +201,76 @@ class KeySlots:
                 next_step="build the table with the stored rules",
             )
 
-    def _hold(self, hits: Tensor, missing: Tensor) -> None:
-        """Use the slots of keys that were found, and give slots to those that were not.
+    def _give_slots(self, keys: Tensor, slots: Tensor) -> None:
+        """Give slots to the admitted keys that have none, and use the slots of all.
 
         Args:
-            hits: int64 [n], slots.
-            missing: int64 [m], keys without a slot, ascending, all different.
+            keys: int64 [n].
+            slots: int64 [n], the slots of the keys, or 0; those of new keys are written into it.
         """
-        new_keys = missing[self._gate.admitted(missing, self.steps)]
-        values = self.rows.first_values(new_keys) if len(new_keys) else None
-        self._mark(hits)
-        last_use = self.row_states[LAST_USE]
-        used_before = last_use[hits]
-        last_use.index_fill_(0, hits, self.steps)  # so that these rows do not leave
-        free_count = self.capacity_rows - len(self._map)
-        leaving = self._least(len(new_keys) - free_count)
-        if free_count + len(leaving) < len(new_keys):
-            last_use[hits] = used_before
-            raise self._too_many(len(new_keys), free_count + len(leaving))
-        self._count_uses(hits)
+        places = torch.nonzero(slots == 0).view(-1)
+        missing_keys = keys[places]
+        missing = torch.unique(missing_keys)
+        new_keys = self._gate.admitted(missing, self.steps)
+        count, missing_count = new_keys.numel(), missing.numel()
+        values = self.rows.first_values(new_keys) if count else None
+        self._mark(slots)
+        leaving = self._leaving(count, slots)
         self._gate.count(missing)
-        self.refused += len(missing) - len(new_keys)
-        if values is not None:
-            self._replace(leaving, new_keys, values)
+        self.refused += missing_count - count
+        if values is None:
+            self._use(slots)
+            return
+        new_slots = self._replace(leaving, new_keys, values)
+        slots.index_copy_(0, places, self._map.find(missing_keys))
+        self._use(slots)
+        self._order.join(new_slots)
+        self._end_change()
 
-    def _replace(self, leaving: Tensor, new_keys: Tensor, values: Tensor) -> None:
-        """Give slots to new keys: all that leave, and the lowest free ones."""
-        free = self._map.free_slots(len(new_keys) - len(leaving))
-        slots = torch.cat([leaving, free]).sort().values
+    def _leaving(self, new_count: int, used_slots: Tensor) -> Tensor:
+        """Return the slots whose rows leave for new keys, none of them among `used_slots`.
+
+        Rows that were used since the last optimizer step stay, so an open backward pass finds them.
+
+        Raises:
+            SettingsError: too few rows may leave. Nothing has changed.
+        """
+        last_use = self.row_states[LAST_USE]
+        count = new_count - (self.capacity_rows - len(self._map))
+        if count <= 0:
+            return last_use[:0]
+        used_before = last_use[used_slots]
+        last_use.index_fill_(0, used_slots, self.steps)
+        last_use[0] = -1
+        leaving = self._order.least(count, before=self.steps)
+        if leaving.numel() < count:
+            last_use.index_copy_(0, used_slots, used_before)
+            self._order = self._new_order()  # which must not see a last use go back
+            raise self._too_many(new_count, new_count - count + leaving.numel())
+        return leaving
+
+    def _replace(self, leaving: Tensor, new_keys: Tensor, values: Tensor) -> Tensor:
+        """Give new keys the slots that leave, and the lowest free ones; return these slots."""
+        slots = self._map.free_slots(new_keys.numel() - leaving.numel())
+        if leaving.numel():
+            slots = torch.cat([leaving, slots]).sort().values
         self._begin_change(slots)
-        self._map.remove(self.row_states[KEY][leaving])
-        self.rows.drop_gradients(leaving)
+        if leaving.numel():
+            self._map.remove(self.row_states[KEY][leaving])
+            self.rows.drop_gradients(leaving)
         self.rows.put(slots, values)
         self._map.insert(new_keys, slots)
-        if USES in self.row_states:
-            self.row_states[USES].index_fill_(0, slots, 1)
-        self.row_states[LAST_USE].index_fill_(0, slots, self.steps)
-        self.inserted += len(new_keys)
-        self.evicted += len(leaving)
-        self._end_change()
+        self.inserted += new_keys.numel()
+        self.evicted += leaving.numel()
+        return slots
 
     def _evict(self, slots: Tensor) -> None:
         self._empty(slots)
-        self.evicted += len(slots)
+        self.evicted += slots.numel()
 
     def _empty(self, slots: Tensor) -> None:
         """Take the keys from slots, int64 [n], all different, each with a key."""
-        if not len(slots):
+        if not slots.numel():
             return
         self._begin_change(slots)
         self._map.remove(self.row_states[KEY][slots])
@@ -284,36 +308,31 @@ class KeySlots:
         slot_keys.zero_()
         self._map = KeyMap(slot_keys)
         self._map.insert(keys, used_slots)
+        self._order = self._new_order()
         pending_slots = self.rows.pending_slots
         self.rows.empty(pending_slots[last_use[pending_slots] < 0])
         if self._expiry is not None:
             self._expiry.forget()
         self._is_changing = False
 
-    def _use(self, slots: Tensor) -> None:
-        """Take note that a lookup uses slots, int64 [n]; they may come several times."""
-        self._mark(slots)
-        self.row_states[LAST_USE].index_fill_(0, slots, self.steps)
-        self._count_uses(slots)
+    def _new_order(self) -> KeyOrder:
+        states = self.row_states
+        return KeyOrder(states[KEY], states[LAST_USE], states.get(USES))
 
-    def _count_uses(self, slots: Tensor) -> None:
+    def _use(self, slots: Tensor) -> None:
+        """Take note that a lookup uses slots, int64 [n]; they may come several times, or be 0."""
+        last_use = self.row_states[LAST_USE]
+        last_use.index_fill_(0, slots, self.steps)
+        last_use[0] = -1
         uses = self.row_states.get(USES)
         if uses is not None:
             # A slot that comes several times gets the same count each time.
             uses.index_copy_(0, slots, uses[slots] + 1)
+            uses[0] = 0
 
     def _mark(self, slots: Tensor) -> None:
         if self.marker is not None:
             self.marker.looked_up(slots)
-
-    def _least(self, count: int) -> Tensor:
-        """Return the slots whose rows leave first, `count` at most, of rows that may leave now."""
-        last_use = self.row_states[LAST_USE]
-        if count <= 0:
-            return last_use[:0]
-        may_leave = (last_use >= 0) & (last_use < self.steps)
-        slots = torch.nonzero(may_leave).view(-1)
-        return sorted_slots(slots, self.row_states, self._eviction)[:count]
 
     def _too_many(self, needed: int, available: int) -> SettingsError:
         return SettingsError(

@@ -134,19 +134,35 @@ class SlotValues:
         if optimizers is None:
             optimizer = None if self._trained_by is None else self._trained_by()
             optimizers = [] if optimizer is None else [optimizer]
-        is_trained, slots = False, torch.cat(self._pending)
+        pending = self._pending
+        slots = pending[0] if len(pending) == 1 else torch.cat(pending)
+        is_trained = False
         for optimizer, group in self._holders(optimizers):
             is_trained = True
-            for name, state in self._row_states(optimizer).items():
-                value = first_entry(optimizer, group, name)
-                if value is None:
-                    raise self._refused(
-                        f"the row state {name!r} of {type(optimizer).__name__}, and how it begins "
-                        "for a new row is not known"
-                    )
-                state.data.index_fill_(0, slots.to(state.device), value)
+            for state, value in self._entries(optimizer, group):
+                state.index_fill_(0, slots.to(state.device), value)
         if is_trained:
-            self._pending.clear()
+            pending.clear()
+
+    def _entries(
+        self, optimizer: Optimizer, group: Mapping[str, Any]
+    ) -> list[tuple[Tensor, float]]:
+        """Return the memory of each row state of the weight, and its entry of a new row.
+
+        Raises:
+            SettingsError: how a row state begins is not known.
+        """
+        entries = []
+        states = row_states(optimizer.state.get(self.weight, {}), self.weight.shape[0])
+        for name, state in states.items():
+            value = first_entry(optimizer, group, name)
+            if value is None:
+                raise self._refused(
+                    f"the row state {name!r} of {type(optimizer).__name__}, and how it begins "
+                    "for a new row is not known"
+                )
+            entries.append((state.data, value))
+        return entries
 
     def drop_pending(self) -> None:
         """Take note that the optimizer's state was replaced by that of the keys in the table."""
@@ -210,9 +226,6 @@ class SlotValues:
             for group in optimizer.param_groups:
                 if any(parameter is self.weight for parameter in group["params"]):
                     yield optimizer, group
-
-    def _row_states(self, optimizer: Optimizer) -> dict[str, Tensor]:
-        return row_states(optimizer.state.get(self.weight, {}), self.weight.shape[0])
 
     def _refused(self, found: str) -> SettingsError:
         return SettingsError(

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from recpoint.catalog.restore.placement import TablePart
     from recpoint.catalog.restore.restore import restore_parts
     from recpoint.dashboards.metrics.trainer import export_metrics
-    from recpoint.embeddings.keyed.admission import Probability
+    from recpoint.embeddings.keyed.admission import Probability, Seen
     from recpoint.embeddings.keyed.embedding import KeyedEmbedding, KeyedEmbeddingBag
     from recpoint.embeddings.keyed.eviction import LeastRecent, LeastUsed
     from recpoint.embeddings.parity.stripes import Parity
@@ -57,6 +57,7 @@ __all__ = [
     "Probability",
     "ResumableLoader",
     "Seed",
+    "Seen",
     "Staging",
     "TablePart",
     "Timeouts",
@@ -93,6 +94,7 @@ _HOMES = {
     "Probability": "recpoint.embeddings.keyed.admission",
     "ResumableLoader": "recpoint.trainer_plugin.state.reader",
     "Seed": "recpoint.trainer_plugin.restore.parts",
+    "Seen": "recpoint.embeddings.keyed.admission",
     "Staging": "recpoint.trainer_plugin.settings",
     "TablePart": "recpoint.catalog.restore.placement",
     "Timeouts": "recpoint.trainer_plugin.settings",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from recpoint.catalog.restore.keyed_rows import KEY, LAST_USE, USES
 from recpoint.embeddings.home.initial import Uniform
-from recpoint.embeddings.keyed.admission import Probability
+from recpoint.embeddings.keyed.admission import Admission, EachKey, Probability, Seen
 from recpoint.embeddings.keyed.embedding import KeyedEmbedding
 from recpoint.embeddings.keyed.eviction import Eviction, LeastRecent, LeastUsed
 from recpoint.errors import SettingsError
@@ -38,6 +39,9 @@ _RULES = st.builds(LeastRecent, ttl_batches=st.none() | st.integers(1, 4) | st.j
 )
 
 
+_GATES = st.sampled_from([EachKey(), Seen(times=1), Seen(times=3), Probability(share=0.5)])
+
+
 @dataclass
 class _Row:
     slot: int
@@ -51,10 +55,13 @@ class _Dictionary:
 
     capacity: int
     rule: Eviction
+    gate: Admission
     rows: dict[int, _Row] = field(default_factory=dict)
     steps: int = 0
     inserted: int = 0
     evicted: int = 0
+    refused: int = 0
+    seen: Counter[int] = field(default_factory=Counter)
 
     def look_up(self, keys: list[int]) -> list[int] | None:
         """Return the slots of keys; None: too few rows."""
@@ -63,7 +70,8 @@ class _Dictionary:
             if ttl is not None and row.last_use < self.steps - ttl:
                 del self.rows[key]
                 self.evicted += 1
-        new_keys = sorted(set(keys) - self.rows.keys())
+        missing_keys = set(keys) - self.rows.keys()
+        new_keys = sorted(key for key in missing_keys if self._admits(key))
         free = sorted(set(range(1, self.capacity + 1)) - {row.slot for row in self.rows.values()})
         may_leave = [
             key for key, row in self.rows.items() if row.last_use < self.steps and key not in keys
@@ -71,6 +79,8 @@ class _Dictionary:
         leaving = sorted(may_leave, key=self._score)[: max(len(new_keys) - len(free), 0)]
         if len(free) + len(leaving) < len(new_keys):
             return None
+        self.seen.update(missing_keys)
+        self.refused += len(missing_keys) - len(new_keys)
         for key in set(keys) & self.rows.keys():
             self.rows[key].last_use = self.steps
             self.rows[key].uses += 1
@@ -81,7 +91,14 @@ class _Dictionary:
             self.rows[key] = _Row(slot, self.steps)
         self.inserted += len(new_keys)
         self.evicted += len(leaving)
-        return [self.rows[key].slot for key in keys]
+        return [self.rows[key].slot if key in self.rows else 0 for key in keys]
+
+    def _admits(self, key: int) -> bool:
+        if isinstance(self.gate, Seen):
+            return self.seen[key] + 1 >= self.gate.times
+        if isinstance(self.gate, Probability):
+            return len(self.gate.admitted(torch.tensor([key]), self.steps)) > 0
+        return True
 
     def _score(self, key: int) -> tuple[int, ...]:
         row = self.rows[key]
@@ -93,15 +110,20 @@ class _Dictionary:
 class _Trained:
     """A table, its optimizer and the dictionary that it has to equal."""
 
-    def __init__(self, capacity: int, rule: Eviction) -> None:
-        self.expected = _Dictionary(capacity, rule)
+    def __init__(self, capacity: int, rule: Eviction, gate: Admission) -> None:
+        self.expected = _Dictionary(capacity, rule, gate)
         self.table = self._new()
         self.optimizer = torch.optim.SGD(self.table.parameters(), lr=0)
 
     def _new(self) -> KeyedEmbedding:
         expected = self.expected
         return KeyedEmbedding(
-            _DIM, expected.capacity, initial=_INITIAL, evict=expected.rule, name="keys"
+            _DIM,
+            expected.capacity,
+            initial=_INITIAL,
+            admit=expected.gate,
+            evict=expected.rule,
+            name="keys",
         )
 
     def play(self, call: str, *given: Any) -> None:
@@ -145,7 +167,9 @@ class _Trained:
     def is_equal(self) -> None:
         table, rows = self.table, self.expected.rows
         assert table.keys().tolist() == sorted(rows)
-        assert table.counts == (len(rows), self.expected.inserted, self.expected.evicted, 0)
+        expected = self.expected
+        counts = len(rows), expected.inserted, expected.evicted, expected.refused
+        assert table.counts == counts
         by_slot = {row.slot: (key, row) for key, row in rows.items()}
         nothing = (0, _Row(0, -1, 0))
         of_slots = [by_slot.get(slot, nothing) for slot in range(table.capacity_rows + 1)]
@@ -172,9 +196,11 @@ def _equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 @settings(max_examples=examples(400), deadline=None)
-@given(capacity=st.integers(1, 9), rule=_RULES, calls=st.lists(_CALLS, max_size=40))
-def test_it_is_the_dictionary(capacity: int, rule: Eviction, calls: list[Any]) -> None:
-    trained = _Trained(capacity, rule)
+@given(capacity=st.integers(1, 9), rule=_RULES, gate=_GATES, calls=st.lists(_CALLS, max_size=40))
+def test_it_is_the_dictionary(
+    capacity: int, rule: Eviction, gate: Admission, calls: list[Any]
+) -> None:
+    trained = _Trained(capacity, rule, gate)
     for call in calls:
         trained.play(*call)
         trained.is_equal()
@@ -187,5 +213,5 @@ def test_a_key_is_admitted_whatever_keys_come_with_it(
 ) -> None:
     rule = Probability(share=share)
     together = rule.admitted(torch.tensor(keys, dtype=torch.int64), steps)
-    alone = [bool(rule.admitted(torch.tensor([key]), steps)) for key in keys]
+    alone = [key for key in keys if len(rule.admitted(torch.tensor([key]), steps))]
     assert together.tolist() == alone
