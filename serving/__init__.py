@@ -1,7 +1,8 @@
 """Runs inside a serving process: follows a run, and serves whole versions. Never imports Prefect.
 
-A run comes in, a model that requests may read goes out. Walk: `follower`, `goal` (which
-version), `update` (the cheapest way to it), `standing` (how far behind a version is), `model` (the
-two copies), `tables` (one table in memory, as values or as codes that lookups decode),
-`coded_lookups` (a model's embeddings that look codes up), `collisions` (raw ids to rows).
+A run comes in, a model that requests may read goes out. Walk: `follower`, `goal` (which version),
+`route` (the cheapest way to it), `update` (reads what the route names), `standing` (how far behind
+a version is), `model` (the two copies), `tables` (one table in memory, as values or as codes that
+lookups decode), `coded_lookups` (a model's embeddings that look codes up), `collisions` (raw ids to
+rows).
 """

@@ -13,7 +13,7 @@ from typing import Final, Self
 from torch import nn
 
 from recpoint.catalog.restore.order import Skipped
-from recpoint.catalog.run.chain import PassedOver
+from recpoint.catalog.run.chain import DAMAGE, PassedOver
 from recpoint.catalog.run.leases import reading as lease
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.store.store import open_store
@@ -25,7 +25,7 @@ from recpoint.serving.coded_lookups import replace_lookups
 from recpoint.serving.goal import CHANNELS, Channel, FollowerGoal, find_pinned, find_wanted
 from recpoint.serving.model import Copies, Version
 from recpoint.serving.standing import FollowerStanding, Standings
-from recpoint.serving.update import DAMAGE, OnProgress, Updater
+from recpoint.serving.update import OnProgress, Updater
 
 __all__ = ["Follower", "Status"]
 

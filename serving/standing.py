@@ -6,11 +6,12 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 
+from recpoint.catalog.run.chain import DAMAGE
 from recpoint.catalog.run.lineage import Representation
 from recpoint.catalog.run.run import Run
 from recpoint.format.naming import ManifestName
 from recpoint.serving.goal import FollowerGoal
-from recpoint.serving.update import DAMAGE, Updater
+from recpoint.serving.update import Updater
 
 __all__ = [
     "FollowerStanding",
