@@ -107,7 +107,7 @@ class BaseRows:
                 continue
             positions, is_in_part = _positions(part.rows, ids[first:stop])
             if part.first is None:
-                rows = decoded_values(_chosen(part, positions), self._spec)
+                rows = decoded_values(part.chosen(positions), self._spec)
             else:
                 own_ids = ids[first:stop][is_in_part] + self._wanted_rows.start
                 rows = part.first.rows(self._spec, own_ids)
@@ -138,7 +138,7 @@ class BaseRows:
                 if positions is None
                 else positions[first:stop]
             )
-            rows = _chosen(stored, chosen)
+            rows = stored.chosen(chosen)
             assert isinstance(rows.rows, Tensor)  # chosen by positions
             values = sum_of(self.values_of(rows.rows), self.residuals(rows))
             yield replace(
@@ -164,16 +164,3 @@ def _positions(rows: range | Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
     positions = torch.searchsorted(rows, ids).clamp(max=rows.numel() - 1)
     is_in_rows = rows[positions] == ids
     return positions[is_in_rows], is_in_rows
-
-
-def _chosen(stored: StoredRows, positions: Tensor) -> StoredRows:
-    rows = stored.rows
-    quantized = stored.scheme != "exact"
-    return replace(
-        stored,
-        rows=positions + rows.start if isinstance(rows, range) else rows[positions],
-        values=stored.values[positions],
-        scale=stored.scale[positions] if quantized else stored.scale,
-        offset=stored.offset[positions] if quantized else stored.offset,
-        row_states=tuple(state[positions] for state in stored.row_states),
-    )

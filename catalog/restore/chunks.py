@@ -193,6 +193,22 @@ class StoredRows:
             row_states=tuple(state[part] for state in self.row_states),
         )
 
+    def chosen(self, positions: Tensor) -> StoredRows:
+        """Return some of the rows, in memory of their own.
+
+        Args:
+            positions: int64 [m], ascending.
+        """
+        rows, is_quantized = self.rows, self.scheme != "exact"
+        return replace(
+            self,
+            rows=positions + rows.start if isinstance(rows, range) else rows[positions],
+            values=self.values[positions],
+            scale=self.scale[positions] if is_quantized else self.scale,
+            offset=self.offset[positions] if is_quantized else self.offset,
+            row_states=tuple(state[positions] for state in self.row_states),
+        )
+
 
 def _moved(rows: range | Tensor, by: int) -> range | Tensor:
     return range(rows.start + by, rows.stop + by) if isinstance(rows, range) else rows + by

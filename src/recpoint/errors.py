@@ -39,6 +39,7 @@ __all__ = [
     "ScriptingRefused",
     "ServerLost",
     "SettingsError",
+    "SinkError",
     "StaleWriter",
     "StagingError",
     "StagingFull",
@@ -258,6 +259,10 @@ class EvaluationFailed(RestoreError):
 
 class NotServing(RestoreError):
     """A follower has nothing to serve yet."""
+
+
+class SinkError(RecpointError):
+    """A sink, a store that serving reads, cannot be used, or does not hold what was expected."""
 
 
 class UnknownTable(RecpointError, KeyError):

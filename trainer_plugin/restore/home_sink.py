@@ -69,19 +69,10 @@ class HomeSink:
             self._take(stored, places)
 
     def _take(self, stored: StoredRows, positions: Tensor) -> None:
-        rows = stored.rows
-        ids = (
-            positions + rows.start if isinstance(rows, range) else rows[positions]
-        ) + self.wanted.start
-        quantized = stored.scheme != "exact"
-        part = replace(
-            stored,
-            rows=range(positions.numel()),
-            values=stored.values[positions],
-            scale=stored.scale[positions] if quantized else stored.scale,
-            offset=stored.offset[positions] if quantized else stored.offset,
-            row_states=tuple(state[positions] for state in stored.row_states),
-        )
+        part = stored.chosen(positions)
+        assert isinstance(part.rows, Tensor)  # chosen by positions
+        ids = part.rows + self.wanted.start
+        part = replace(part, rows=range(positions.numel()))
         records = torch.zeros(
             positions.numel(), self._layout.size_bytes, dtype=torch.uint8, device="cpu"
         )

@@ -10,7 +10,18 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from recpoint.cli import follow, gc, host, import_source, inspect, repair, restore, seed, validate
+from recpoint.cli import (
+    follow,
+    gc,
+    host,
+    import_source,
+    inspect,
+    repair,
+    restore,
+    seed,
+    sinks,
+    validate,
+)
 from recpoint.cli.inspect import info
 from recpoint.cli.reporting import print_json
 
@@ -119,6 +130,7 @@ for name, function in (
     ("consolidate", gc.consolidate_run),
     ("follow", follow.follow),
     ("publish", follow.publish),
+    ("publish-to", sinks.publish_to),
     ("sweep", gc.sweep_run),
     ("info", info),
 ):
@@ -126,4 +138,5 @@ for name, function in (
 app.add_typer(host.server, name="server")
 app.add_typer(host.deployments, name="deployments")
 app.add_typer(host.automations, name="automations")
+app.add_typer(sinks.sinks, name="sink")
 app.add_typer(host.prometheus, name="prometheus")

@@ -31,6 +31,7 @@ from recpoint.errors import (
     RecpointError,
     RetentionRefused,
     SettingsError,
+    SinkError,
     StagingError,
     StoreError,
 )
@@ -57,6 +58,7 @@ EXIT_CODES: Final[tuple[tuple[type[BaseException], int], ...]] = (
     (StagingError, 2),
     (EvaluationFailed, 2),  # the user's function failed: that says nothing about the bytes
     (StoreError, 3),
+    (SinkError, 3),
     (RecpointError, 4),
     (OSError, 2),  # about files that the user names: a store raises StoreError only
     (KeyboardInterrupt, 130),

@@ -1,0 +1,230 @@
+"""Brings a sink to the version that is to be served, and keeps it there (format §6.9)."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Collection, Sequence
+from typing import Final
+
+from torch import Tensor
+
+from recpoint.catalog.restore.chain import ChainReading
+from recpoint.catalog.restore.chunks import StoreChunks
+from recpoint.catalog.run.chain import DAMAGE
+from recpoint.catalog.run.leases import reading as lease
+from recpoint.catalog.run.lineage import Representation
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.store.store import open_store
+from recpoint.errors import (
+    ForeignObject,
+    RecpointError,
+    SettingsError,
+    UnsupportedVersion,
+)
+from recpoint.format.manifest import Manifest
+from recpoint.format.naming import ManifestName
+from recpoint.format.records import CheckpointRef
+from recpoint.kernels import row_digest
+from recpoint.serving.goal import CHANNELS, Channel, find_wanted
+from recpoint.serving.route import Route, Routes
+from recpoint.serving.sinks.contract import Sink
+from recpoint.serving.sinks.records import CommittedVersion, SinkVersion, TableChange
+from recpoint.serving.sinks.row_stream import RowStream, streamed_tables
+from recpoint.serving.update import OnProgress
+
+__all__ = ["SinkPublisher"]
+
+_log = logging.getLogger("recpoint.serving")
+
+_MASK: Final = (1 << 64) - 1
+
+
+class SinkPublisher:
+    """Brings versions of a run to a sink; for one thread at a time.
+
+    The sink says where it stands, so a publisher keeps nothing: it may be killed at any time, and
+    another one, on any host, goes on.
+
+    Args:
+        url: the run.
+        sink: gets the versions.
+        tables: names of the tables that the sink is to hold; None: all.
+        channel: which checkpoints are published: as for `recpoint.Follower`.
+        replace: whether a sink that holds another run gets this one.
+        threads: chunks read at once.
+
+    Raises:
+        SettingsError: a setting that cannot work, or a URL that names no store.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        sink: Sink,
+        *,
+        tables: Collection[str] | None = None,
+        channel: Channel = "newest",
+        replace: bool = False,
+        threads: int = 2,
+    ) -> None:
+        if channel not in CHANNELS:
+            raise SettingsError(
+                "channel",
+                found=f"{channel!r:.200}",
+                expected=f"one of {', '.join(CHANNELS)}",
+                next_step="see recpoint publish-to --help",
+            )
+        self._store = open_store(url)
+        self._sink = sink
+        self._tables = None if tables is None else frozenset(tables)
+        self._channel: Channel = channel
+        self._replace = replace
+        self._threads = threads
+        self._has_wanted_tables_of: CheckpointRef | None = None
+
+    def poll(self, *, on_progress: OnProgress | None = None) -> CommittedVersion | None:
+        """Bring the sink to the best checkpoint of the channel; return what it then holds.
+
+        Args:
+            on_progress: called with bytes read so far and bytes to read, from this thread.
+
+        Returns:
+            The version that readers see; None: the run has no checkpoint to publish yet.
+
+        Raises:
+            ForeignObject: the sink holds another run, and `replace` is not set.
+            NothingToRestore: there is no run.
+            IncompatibleModel: a table cannot be published.
+            SinkError: the sink cannot be used. Readers see its last version.
+            FormatError, ChainError: the run's records, or all better checkpoints, are damaged.
+            StoreError: the store cannot be read.
+        """
+        run = Run.open(self._store)
+        committed, begun = self._sink.position()
+        held = self._held(run, committed)
+        served = None if held is None or self._has_other_tables(run, held) else _name(held)
+        error: RecpointError | None = None
+        goal = find_wanted(run, self._channel, served)
+        routes = Routes(run, self._tables)
+        for name in goal.names:
+            try:
+                self._publish(run, routes, name, held, begun, goal.names, on_progress)
+            except UnsupportedVersion:
+                raise
+            except DAMAGE as damage:
+                error = error or damage
+                _log.warning("passing over %s: %s: %s", name, type(damage).__name__, damage)
+                continue
+            return self._sink.position().committed
+        if error is not None:
+            raise error
+        return committed
+
+    def _held(self, run: Run, committed: CommittedVersion | None) -> SinkVersion | None:
+        """Return what the sink holds of this run; None: nothing."""
+        if committed is None or committed.version.run == run.id:
+            return None if committed is None else committed.version
+        if self._replace:
+            return None
+        raise ForeignObject(
+            self._sink.url,
+            found=f"run {committed.version.run}",
+            expected=f"run {run.id} of {run.url}, or an empty sink",
+            next_step="publish to another sink, or take this one with --replace",
+        )
+
+    def _has_other_tables(self, run: Run, held: SinkVersion) -> bool:
+        """Whether other tables of the checkpoint are wanted than the sink holds."""
+        if self._has_wanted_tables_of == held.checkpoint:
+            return False
+        try:
+            manifest = run.manifest(*_name(held))
+        except DAMAGE:
+            return False  # the next version decides
+        if streamed_tables(manifest, self._tables)[0] != held.tables:
+            return True
+        self._has_wanted_tables_of = held.checkpoint
+        return False
+
+    def _publish(
+        self,
+        run: Run,
+        routes: Routes,
+        name: ManifestName,
+        held: SinkVersion | None,
+        begun: SinkVersion | None,
+        line: Sequence[ManifestName],
+        on_progress: OnProgress | None,
+    ) -> None:
+        manifest = run.manifest(*name)
+        tables, logical = streamed_tables(manifest, self._tables)
+        version = SinkVersion(run=run.id, checkpoint=manifest.ref, tables=tables)
+        start = self._start(routes, held, begun, version)
+
+        def apply(route: Route) -> bool:
+            bringing = _Bringing(self._sink, version)
+            stream = RowStream(logical, bringing.put, bringing.held_rows)
+            parent = None if route.start == "full" or held is None else held.checkpoint
+            self._sink.begin(version, parent)
+            try:
+                chunks = StoreChunks(run.store)
+                ChainReading(chunks, route.chain, {}, on_progress).run(stream, self._threads)
+                self._sink.commit(stream.dense, bringing.changes)
+            finally:
+                self._sink.discard()
+            return True
+
+        with lease(run, purpose="publish_to", covers=[manifest.ref]):
+            routes.take(name, apply, start=start, line=line)
+
+    def _start(
+        self,
+        routes: Routes,
+        held: SinkVersion | None,
+        begun: SinkVersion | None,
+        version: SinkVersion,
+    ) -> Manifest | None:
+        """Return the checkpoint whose rows the sink holds and may keep; None: all come anew."""
+        if held is None or held.tables != version.tables or begun not in (None, version):
+            return None
+        try:
+            manifest = routes.read(Representation(_name(held)))
+        except DAMAGE:
+            return None
+        return manifest if manifest.ref == held.checkpoint else None
+
+
+class _Bringing:
+    """Passes rows on to a sink, and sums up what it was given."""
+
+    def __init__(self, sink: Sink, version: SinkVersion) -> None:
+        self._sink = sink
+        self._version = version
+        self._rows: Counter[str] = Counter()
+        self._digests: Counter[str] = Counter()
+
+    def put(self, table: str, ids: Tensor, rows: Tensor) -> None:
+        self._sink.put(table, ids, rows)
+        self._rows[table] += len(ids)
+        self._digests[table] = (self._digests[table] + row_digest.digest(rows, ids)) & _MASK
+
+    def held_rows(self, table: str, ids: Tensor) -> tuple[Tensor, Tensor]:
+        with self._sink.reading() as reading:
+            return reading.lookup(table, ids)
+
+    @property
+    def changes(self) -> list[TableChange]:
+        return [
+            TableChange(
+                table=table.name,
+                rows_put=self._rows[table.name],
+                rows_deleted=0,
+                digest=f"{self._digests[table.name]:016x}",
+            )
+            for table in self._version.tables
+        ]
+
+
+def _name(version: SinkVersion) -> ManifestName:
+    return ManifestName(version.checkpoint.step, version.checkpoint.generation)

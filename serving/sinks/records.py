@@ -1,0 +1,111 @@
+"""Names the versions that a sink holds, as the sink itself records them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from recpoint.format.dtypes import item_bytes
+from recpoint.format.records import (
+    CheckpointRef,
+    HexToken,
+    Part,
+    PartT,
+    validate,
+)
+from recpoint.format.untrusted_json import parse_json
+
+__all__ = ["CommittedVersion", "SinkTable", "SinkVersion", "TableChange", "parsed"]
+
+_MAX_BYTES = 16 << 20
+
+
+class SinkTable(Part):
+    """A table of a version.
+
+    Attributes:
+        name: its name in the model.
+        rows: number of rows of the table.
+        dim: values in a row.
+        dtype: dtype of a value; values are little-endian.
+    """
+
+    name: Annotated[str, Field(min_length=1, max_length=1024)]
+    rows: Annotated[int, Field(ge=1)]
+    dim: Annotated[int, Field(ge=1)]
+    dtype: Literal["F64", "F32", "F16", "BF16"]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row."""
+        return self.dim * item_bytes(self.dtype)
+
+
+class SinkVersion(Part):
+    """A checkpoint of a run, as a sink is to hold it.
+
+    Attributes:
+        run: id of the run.
+        checkpoint: the checkpoint.
+        tables: its tables, those that the sink is to hold.
+    """
+
+    run: HexToken
+    checkpoint: CheckpointRef
+    tables: Annotated[tuple[SinkTable, ...], Field(strict=False)]
+
+    def table(self, name: str) -> SinkTable | None:
+        """Return a table by name; None: the version has no such table."""
+        return next((table for table in self.tables if table.name == name), None)
+
+
+class TableChange(Part):
+    """What a version brought to one table of the sink.
+
+    Attributes:
+        table: the table's name.
+        rows_put: rows that were put.
+        rows_deleted: rows that were deleted.
+        digest: sum of the digests of the rows that were put (format §3.6), 16 hex digits.
+    """
+
+    table: str
+    rows_put: Annotated[int, Field(ge=0)]
+    rows_deleted: Annotated[int, Field(ge=0)]
+    digest: Annotated[str, Field(pattern=r"\A[0-9a-f]{16}\z")]
+
+
+class CommittedVersion(Part):
+    """A whole version that readers of a sink see.
+
+    Attributes:
+        number: 1 for the first version of the sink, and one more for each later one.
+        version: what it is.
+        parent: the version that it was made from by its changes; None: all rows came anew.
+        changes: what it brought, for each table.
+        committed_ms: when the sink committed it, in Unix milliseconds by the sink's clock.
+    """
+
+    number: Annotated[int, Field(ge=1, lt=2**48)]
+    version: SinkVersion
+    parent: CheckpointRef | None
+    changes: Annotated[tuple[TableChange, ...], Field(strict=False)]
+    committed_ms: Annotated[int, Field(ge=0, lt=2**53)]
+
+
+def parsed(kind: type[PartT], data: bytes | str, *, name: str) -> PartT:
+    """Return a record of a sink.
+
+    Args:
+        kind: what it is.
+        data: its JSON.
+        name: where it lies, for errors.
+
+    Raises:
+        MalformedObject: it is no such record.
+    """
+    next_step = "recpoint publish-to SINK URL --replace: all rows come anew"
+    raw = data.encode() if isinstance(data, str) else data
+    fields = parse_json(raw, name=name, next_step=next_step, max_bytes=_MAX_BYTES)
+    return validate(kind, fields, name=name, next_step=next_step)

@@ -1,0 +1,159 @@
+"""Defines the commands that publish versions into stores that serving reads, and compare these."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from recpoint.catalog.store.run_url import naming_run
+from recpoint.cli.inspect import UrlArgument, open_run
+from recpoint.cli.reporting import (
+    JsonOption,
+    Result,
+    command,
+    output_console,
+    print_json,
+    showing_bytes,
+)
+from recpoint.dashboards import terminal
+from recpoint.errors import RecpointError, SettingsError
+from recpoint.units import bytes_text, counted, duration_text
+
+if TYPE_CHECKING:
+    from recpoint.serving.sinks.publisher import SinkPublisher
+    from recpoint.serving.sinks.records import CommittedVersion
+    from recpoint.serving.sinks.verification import Comparison
+
+__all__ = ["publish_to", "sinks"]
+
+SinkArgument = Annotated[
+    str, typer.Argument(metavar="SINK", help="redis://HOST[:PORT][/DB] or sqlite:PATH.")
+]
+
+sinks = typer.Typer(
+    help="Stores that serving reads, and that recpoint publish-to fills.", no_args_is_help=True
+)
+
+
+@command
+def publish_to(
+    sink: SinkArgument,
+    url: UrlArgument,
+    follow: Annotated[
+        bool, typer.Option("--follow", help="Publish each new version until interrupted.")
+    ] = False,
+    channel: Annotated[
+        str, typer.Option(help="newest, validated, or published: see recpoint publish.")
+    ] = "newest",
+    table: Annotated[
+        list[str] | None, typer.Option(help="Only this table; may be repeated. Default: all.")
+    ] = None,
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Take a sink that holds another run.")
+    ] = False,
+    poll_seconds: Annotated[float, typer.Option(help="Seconds between two looks.")] = 5.0,
+    json_output: JsonOption = False,
+) -> Result:
+    """Bring a store that serving reads to the newest checkpoint, whole and exactly once.
+
+    The store itself records where it stands. So the command may be killed at any time, and run
+    again anywhere. Readers see one version, whole, and never the rows of the next one.
+    """
+    from recpoint.serving.goal import CHANNELS
+    from recpoint.serving.sinks.opening import open_sink
+    from recpoint.serving.sinks.publisher import SinkPublisher
+
+    if channel not in CHANNELS:
+        raise typer.BadParameter(
+            f"{channel!r} is none of {', '.join(CHANNELS)}", param_hint="--channel"
+        )
+    with open_sink(sink) as opened:
+        publisher = SinkPublisher(
+            url, opened, tables=table or None, channel=channel, replace=replace
+        )
+        if follow:
+            _follow(publisher, url, poll_seconds, json_output)
+        with showing_bytes("publishing", quiet=json_output) as on_progress:
+            committed = publisher.poll(on_progress=on_progress)
+        return Result(_document(committed), terminal.shown(_line(committed), limit=2000))
+
+
+def _follow(publisher: SinkPublisher, url: str, poll_seconds: float, as_json: bool) -> None:
+    """Publish until interrupted; print a line for each version and each change of errors."""
+    console = output_console()
+    last_text = ""
+    while True:
+        try:
+            committed = publisher.poll()
+        except SettingsError:
+            raise
+        except RecpointError as error:
+            text = naming_run(f"{type(error).__name__}: {error}", url)
+            document: dict[str, Any] = {"error": text}
+        else:
+            text, document = _line(committed), _document(committed)
+        if text != last_text:
+            last_text = text
+            if as_json:
+                print_json(document)
+            else:
+                style = "red" if "error" in document else ""
+                console.print(terminal.shown(text, limit=2000, style=style), soft_wrap=True)
+        time.sleep(poll_seconds)
+
+
+def _document(committed: CommittedVersion | None) -> dict[str, Any]:
+    return {} if committed is None else committed.model_dump(mode="json")
+
+
+def _line(committed: CommittedVersion | None) -> str:
+    if committed is None:
+        return "nothing to publish yet"
+    rows = sum(change.rows_put for change in committed.changes)
+    source = "all rows" if committed.parent is None else f"changes of step {committed.parent.step}"
+    age = duration_text(max(0.0, time.time() - committed.committed_ms / 1000))
+    return (
+        f"{committed.version.checkpoint} is version {committed.number} of the sink, since {age}: "
+        f"{counted(rows, 'row')} ({source})"
+    )
+
+
+@sinks.command("verify")
+@command
+def verify_sink(sink: SinkArgument, url: UrlArgument, json_output: JsonOption = False) -> Result:
+    """Compare every row of a store with its checkpoint; exit code 1 when they differ."""
+    from recpoint.serving.sinks.opening import open_sink
+    from recpoint.serving.sinks.verification import verify
+
+    run = open_run(url)
+    with open_sink(sink) as opened, showing_bytes("comparing", quiet=json_output) as on_progress:
+        comparison = verify(run, opened, on_progress=on_progress)
+    return Result(
+        _comparison_document(comparison),
+        *(terminal.shown(text, limit=2000, style=style) for text, style in _findings(comparison)),
+        code=1 if comparison.differences else 0,
+    )
+
+
+def _comparison_document(comparison: Comparison) -> dict[str, Any]:
+    return {
+        **_document(comparison.version),
+        "rows_compared": comparison.rows,
+        "equal": not comparison.differences,
+        "differences": comparison.differences,
+        "more_differences": comparison.more_differences,
+    }
+
+
+def _findings(comparison: Comparison) -> list[tuple[str, str]]:
+    version = comparison.version.version
+    row_bytes = sum(table.rows * table.row_bytes for table in version.tables)
+    what = f"{counted(comparison.rows, 'row')} of {version.checkpoint}, {bytes_text(row_bytes)}"
+    if not comparison.differences:
+        return [(f"equal: {what}, and its dense layers", "")]
+    lines = [(text, "red") for text in comparison.differences]
+    if comparison.more_differences:
+        lines.append((f"and {comparison.more_differences} more", "red"))
+    return [*lines, (f"not equal: {what}", "red")]
