@@ -263,7 +263,7 @@ class RedisSink(Sink):
                 expected="a version that was published",
                 next_step="recpoint publish-to SINK URL",
             )
-        yield _Reading(self, committed, _numbers(fields))
+        yield _RedisReading(self, committed, _numbers(fields))
 
     def close(self) -> None:
         """See `Sink.close`."""
@@ -451,7 +451,7 @@ class RedisSink(Sink):
         )
 
 
-class _Reading:
+class _RedisReading:
     """See `SinkReading`."""
 
     def __init__(

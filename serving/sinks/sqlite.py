@@ -153,7 +153,7 @@ class SqliteSink(Sink):
                     expected="a version that was published",
                     next_step="recpoint publish-to SINK URL",
                 )
-            yield _Reading(self.url, connection, committed)
+            yield _SqliteReading(self.url, connection, committed)
 
     def close(self) -> None:
         """See `Sink.close`."""
@@ -215,7 +215,7 @@ class SqliteSink(Sink):
             ) from error
 
 
-class _Reading:
+class _SqliteReading:
     """See `SinkReading`."""
 
     def __init__(self, url: str, connection: sqlite3.Connection, version: CommittedVersion) -> None:
