@@ -58,7 +58,7 @@ class KeyMap:
         # native.cpp writes them first, after it has asked for large pages.
         self._entries = torch.empty(_entry_count(self.capacity), dtype=torch.int64, device="cpu")
         self._taken = torch.empty(_word_count(self.capacity), dtype=torch.int64, device="cpu")
-        index = self._entries.data_ptr(), len(self._entries)
+        index = self._entries.data_ptr(), self._entries.shape[0]
         old_index, old_range = (0, 0), (0, 0)
         slots = slot_keys.data_ptr(), self._taken.data_ptr(), self.capacity
         counts = (0, 0)
@@ -77,7 +77,7 @@ class KeyMap:
     @property
     def capacity(self) -> int:
         """Number of slots beside slot 0."""
-        return len(self.slot_keys) - 1
+        return self.slot_keys.shape[0] - 1
 
     @property
     def nbytes(self) -> int:
@@ -101,8 +101,37 @@ class KeyMap:
         """
         require_integers("keys", keys)
         slots = torch.empty_like(keys)
-        library.find_keys(self._address, keys.data_ptr(), len(keys), slots.data_ptr())
+        library.find_keys(self._address, keys.data_ptr(), keys.shape[0], slots.data_ptr())
         return slots
+
+    def missing(self, keys: Tensor, slots: Tensor) -> Tensor:
+        """Return the keys whose slot is 0, ascending, each once: int64 [m].
+
+        Args:
+            keys: int64 [n].
+            slots: int64 [n]: what `find` returned.
+
+        Raises:
+            ValueError: vectors of another form.
+        """
+        require_pairs(keys, slots)
+        n = keys.shape[0]
+        room = torch.empty(2 * n, dtype=torch.int64, device="cpu")
+        count = library.list_missing(keys.data_ptr(), slots.data_ptr(), n, room.data_ptr())
+        return room[:count].clone()
+
+    def find_missing(self, keys: Tensor, slots: Tensor) -> None:
+        """Write the slots that keys got since `find` returned 0 as theirs.
+
+        Args:
+            keys: int64 [n].
+            slots: int64 [n]: what `find` returned; those that are 0 are written.
+
+        Raises:
+            ValueError: vectors of another form.
+        """
+        require_pairs(keys, slots)
+        library.find_missing(self._address, keys.data_ptr(), keys.shape[0], slots.data_ptr())
 
     def insert(self, keys: Tensor, slots: Tensor) -> None:
         """Give each key its slot, and write it to `slot_keys`.
@@ -118,7 +147,7 @@ class KeyMap:
         require_pairs(keys, slots)
         before = torch.empty_like(keys)
         error = library.insert_keys(
-            self._address, keys.data_ptr(), slots.data_ptr(), len(keys), before.data_ptr()
+            self._address, keys.data_ptr(), slots.data_ptr(), keys.shape[0], before.data_ptr()
         )
         self._let_go()
         if error >= 0:
@@ -138,7 +167,7 @@ class KeyMap:
         """
         require_integers("keys", keys)
         slots = torch.empty_like(keys)
-        library.remove_keys(self._address, keys.data_ptr(), len(keys), slots.data_ptr())
+        library.remove_keys(self._address, keys.data_ptr(), keys.shape[0], slots.data_ptr())
         self._let_go()
         return slots
 
@@ -170,13 +199,13 @@ class KeyMap:
             ValueError: the tensor has another form, or less room than the current one.
         """
         require_larger(slot_keys, self.slot_keys)
-        capacity = len(slot_keys) - 1
+        capacity = slot_keys.shape[0] - 1
         # NumPy's zeros are pages that the system gives when they are first used. torch would write
         # them all within this call.
         entries = torch.from_numpy(np.zeros(_entry_count(capacity), dtype=np.int64))
         taken = torch.from_numpy(np.zeros(_word_count(capacity), dtype=np.int64))
         library.grow_keys(
-            self._address, entries.data_ptr(), len(entries), slot_keys.data_ptr(),
+            self._address, entries.data_ptr(), entries.shape[0], slot_keys.data_ptr(),
             taken.data_ptr(), capacity,
         )  # fmt: skip
         self._old_entries = self._entries

@@ -1,4 +1,5 @@
 #include "../native/open_table.h"
+#include "../native/radix_sort.h"
 
 namespace recpoint::RECPOINT_SET {
 namespace {
@@ -221,6 +222,36 @@ void find_keys(const Map* map, const int64_t* keys, int64_t n, int64_t* slots) {
     });
 }
 
+// Writes the keys whose slot is 0, ascending, each once. Returns their number. `room` has room for
+// 2 * n keys, and they are its first.
+int64_t list_missing(const int64_t* keys, const int64_t* slots, int64_t n, uint64_t* room) {
+    constexpr uint64_t SIGN = uint64_t{1} << 63;  // turned, it makes the order that of integers
+    int64_t misses = 0;
+    for (int64_t i = 0; i < n; ++i) {
+        room[misses] = static_cast<uint64_t>(keys[i]) ^ SIGN;
+        misses += slots[i] == 0;
+    }
+    sort(room, room + n, misses);
+    int64_t count = 0;
+    for (int64_t i = 0; i < misses; ++i) {
+        const uint64_t key = room[i] ^ SIGN;
+        count += i == 0 || room[count - 1] != key;
+        room[count - 1] = key;
+    }
+    return count;
+}
+
+// Writes the slots of keys whose slot is 0.
+void find_missing(const Map* map, const int64_t* keys, int64_t n, int64_t* slots) {
+    for (int64_t i = 0; i < n; ++i) {
+        if (slots[i] != 0) continue;
+        const uint32_t tag = tag_of(*map, keys[i]);
+        const Index& index = index_of(*map, tag);
+        const int64_t candidate = next_candidate(index, home(index, tag), tag);
+        slots[i] = slot_in(index.entries[entry_of(*map, index, candidate, tag, keys[i])]);
+    }
+}
+
 bool is_taken(const Map& map, int64_t slot) { return map.taken[slot / 64] >> slot % 64 & 1; }
 
 // Takes the slot from the key and returns it, or 0 if the key has none.
@@ -329,6 +360,8 @@ extern const Operation key_map[] = {
     {"clear_keys", call<clear_keys>},
     {"grow_keys", call<grow_keys>},
     {"find_keys", call<find_keys>},
+    {"list_missing", call<list_missing>},
+    {"find_missing", call<find_missing>},
     {"insert_keys", call<insert_keys>},
     {"remove_keys", call<remove_keys>},
     {"list_free", call<list_free>},

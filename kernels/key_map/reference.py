@@ -40,6 +40,16 @@ class KeyMap:
         require_integers("keys", keys)
         return _integers([self._slots.get(key, 0) for key in keys.tolist()])
 
+    def missing(self, keys: Tensor, slots: Tensor) -> Tensor:
+        """Return the keys whose slot is 0, ascending, each once."""
+        require_pairs(keys, slots)
+        return _integers(sorted(set(keys[slots == 0].tolist())))
+
+    def find_missing(self, keys: Tensor, slots: Tensor) -> None:
+        """Write the slots of the keys whose slot is 0."""
+        require_pairs(keys, slots)
+        slots.copy_(torch.where(slots == 0, self.find(keys), slots))
+
     def insert(self, keys: Tensor, slots: Tensor) -> None:
         """Give each key its slot."""
         require_pairs(keys, slots)

@@ -8,6 +8,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from recpoint.kernels.arguments import require_integers
 from recpoint.kernels.key_order.shapes import require_columns, require_slots
 from recpoint.kernels.native import library
 
@@ -26,10 +27,10 @@ _ROWS_PER_CANDIDATE: Final = 16
 class KeyOrder:
     """Says which rows of a keyed table leave next, from the tensors that the table keeps of them.
 
-    A row's uses and last use may only rise as long as it keeps its key. A slot may become free at
-    any time. Who gives a slot a key calls `join` once the tensors say so. If the tensors change
-    otherwise, as in a restore, a new order is needed. Calls must not run beside each other, or
-    beside a change of the tensors.
+    A row's uses and last use may rise, and a slot may become free, at any time. Whoever gives a
+    slot another key, or lowers uses or a last use, calls `join` once the tensors say so. If many
+    rows change otherwise, as in a restore, a new order is needed. Calls must not run beside each
+    other, or beside a change of the tensors.
 
     Args:
         slot_keys: int64 [rows] on the CPU: the key of each slot; those of slots with a last use
@@ -45,6 +46,7 @@ class KeyOrder:
     def __init__(self, slot_keys: Tensor, last_use: Tensor, uses: Tensor | None = None) -> None:
         require_columns(slot_keys, last_use, uses)
         self._slot_keys = slot_keys
+        self._last_use, self._uses = last_use, uses
         self._columns = (slot_keys, last_use, last_use if uses is None else uses)
         self._bound = torch.zeros(_NUMBERS, dtype=torch.int64, device="cpu")
         self._room = 0
@@ -87,16 +89,38 @@ class KeyOrder:
             needed = 4 * (count + aside[0])
             self._room = max(self._room if was_whole else 2 * self._room, needed)
 
-    def join(self, slots: Tensor) -> None:
-        """Take note that these slots got other keys.
+    def use(self, slots: Tensor, step: int) -> None:
+        """Write that a lookup used these slots: `step` as last use, and one use more.
 
         Args:
-            slots: int64 [n].
+            slots: int64 [n]; 0 is left out, and a slot that comes several times is used once.
+            step: not before the last use of any of the slots.
+
+        Raises:
+            ValueError: slots of another form, or that the table does not have; nothing has changed.
+        """
+        require_integers("slots", slots)
+        counts = None if self._uses is None else torch.empty_like(slots)
+        outside = library.use_slots(
+            slots.data_ptr(), slots.shape[0], self._slot_keys.shape[0], step,
+            self._last_use.data_ptr(), 0 if self._uses is None else self._uses.data_ptr(),
+            0 if counts is None else counts.data_ptr(),
+        )  # fmt: skip
+        if outside >= 0:
+            raise ValueError(
+                f"slots: {int(slots[outside])}, expected 0 to {self._slot_keys.shape[0] - 1}"
+            )
+
+    def join(self, slots: Tensor) -> None:
+        """Take note that these slots got other keys, or that their uses or last uses went down.
+
+        Args:
+            slots: int64 [n]; slots may come several times, and may be free.
 
         Raises:
             ValueError: slots of another form, or that the table does not have.
         """
-        require_slots(slots, len(self._slot_keys))
+        require_slots(slots, self._slot_keys.shape[0])
         self._join(slots, self._slot_keys[slots])
 
     def _join(self, slots: Tensor, keys: Tensor) -> None:
@@ -105,14 +129,14 @@ class KeyOrder:
             return
         slots = slots[self._slot_keys[slots] == keys]
         self._is_whole = bool(
-            library.join_rows(self._order.buffer_info()[0], slots.data_ptr(), len(slots))
+            library.join_rows(self._order.buffer_info()[0], slots.data_ptr(), slots.shape[0])
         )
 
     def _scan(self) -> None:
-        rows = len(self._slot_keys)
+        rows = self._slot_keys.shape[0]
         # With twice as much room as there are rows, all of them are candidates.
         self._room = min(max(self._room, _FEWEST, rows // _ROWS_PER_CANDIDATE), 2 * rows)
-        if len(self._heap) != self._room * _NUMBERS:
+        if self._heap.shape[0] != self._room * _NUMBERS:
             self._heap = torch.empty(self._room * _NUMBERS, dtype=torch.int64, device="cpu")
         columns = [column.data_ptr() for column in self._columns]
         candidates = self._heap.data_ptr(), self._room, 0

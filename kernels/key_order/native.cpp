@@ -129,6 +129,28 @@ void scan_rows(Order* order) {
 
 // --- calls -------------------------------------------------------------------------------------
 
+// Writes the step as last use of the slots, and one use more unless `uses` is null; slot 0 is left
+// out. Returns -1, or the position of a slot that is not below `rows`; then nothing has changed.
+// `counts` has room for n numbers if there are uses.
+int64_t use_slots(
+    const int64_t* slots, int64_t n, int64_t rows, int64_t step, int64_t* last, int64_t* uses,
+    int64_t* counts
+) {
+    for (int64_t i = 0; i < n; ++i) {
+        if (slots[i] < 0 || slots[i] >= rows) return i;
+        ask(last + slots[i]);
+    }
+    if (uses != nullptr) {
+        // A slot that comes several times gets the same count each time.
+        for (int64_t i = 0; i < n; ++i) counts[i] = uses[slots[i]] + (slots[i] != 0);
+        for (int64_t i = 0; i < n; ++i) uses[slots[i]] = counts[i];
+    }
+    for (int64_t i = 0; i < n; ++i) {
+        if (slots[i] != 0) last[slots[i]] = step;
+    }
+    return -1;
+}
+
 // Makes candidates of the slots whose rows are not above the bound. Returns 0 if they have no room:
 // candidates are missing then, and all rows have to be scanned.
 int64_t join_rows(Order* order, const int64_t* slots, int64_t n) {
@@ -159,7 +181,7 @@ int64_t take_least(Order* order, int64_t count, int64_t before, int64_t* slots, 
         }
         const Candidate row = row_at(*order, slot);
         if (row.key != candidate.key || is_less(row, candidate)) {
-            pop(*order);  // the slot got a key since, and joined with it
+            pop(*order);  // the slot got a key since, or went down, and joined with it
             continue;
         }
         if (is_less(candidate, row)) {
@@ -189,6 +211,7 @@ int64_t take_least(Order* order, int64_t count, int64_t before, int64_t* slots, 
 
 extern const Operation key_order[] = {
     {"scan_rows", call<scan_rows>},
+    {"use_slots", call<use_slots>},
     {"join_rows", call<join_rows>},
     {"take_least", call<take_least>},
     {nullptr, nullptr},

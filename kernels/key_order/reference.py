@@ -29,6 +29,14 @@ class KeyOrder:
         order = np.lexsort([column.numpy() for column in columns])
         return slots[torch.from_numpy(order)][: max(count, 0)]
 
+    def use(self, slots: Tensor, step: int) -> None:
+        """Write that a lookup used these slots; 0 is left out."""
+        require_slots(slots, len(self._keys))
+        slots = torch.unique(slots[slots > 0])
+        self._last_use[slots] = step
+        if self._uses is not None:
+            self._uses[slots] += 1
+
     def join(self, slots: Tensor) -> None:
         """Take note that these slots got other keys."""
         require_slots(slots, len(self._keys))

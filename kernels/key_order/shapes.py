@@ -31,7 +31,7 @@ def require_slots(slots: Tensor, rows: int) -> None:
         ValueError: says what was found.
     """
     require_integers("slots", slots)
-    if len(slots) and not 0 <= int(slots.min()) <= int(slots.max()) < rows:
+    if slots.shape[0] and not 0 <= int(slots.min()) <= int(slots.max()) < rows:
         raise ValueError(
             f"slots: {int(slots.min())} to {int(slots.max())}, expected 0 to {rows - 1}"
         )

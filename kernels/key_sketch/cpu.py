@@ -44,7 +44,7 @@ class KeySketch:
         require_integers("keys", keys)
         estimates = torch.empty_like(keys)
         library.estimate_counts(
-            self.counts.data_ptr(), self.counts.shape[1], keys.data_ptr(), len(keys),
+            self.counts.data_ptr(), self.counts.shape[1], keys.data_ptr(), keys.shape[0],
             estimates.data_ptr(),
         )  # fmt: skip
         return estimates
@@ -63,7 +63,7 @@ class KeySketch:
         require_integers("keys", keys)
         estimates = torch.empty_like(keys)
         library.add_counts(
-            self.counts.data_ptr(), self.counts.shape[1], keys.data_ptr(), len(keys),
+            self.counts.data_ptr(), self.counts.shape[1], keys.data_ptr(), keys.shape[0],
             estimates.data_ptr(),
         )  # fmt: skip
 

@@ -1,4 +1,5 @@
 #include "../native/open_table.h"
+#include "../native/radix_sort.h"
 
 namespace recpoint::RECPOINT_SET {
 namespace {
@@ -122,37 +123,7 @@ struct Pair {
     int64_t slot;
 };
 
-int64_t id_of(int64_t id) { return id; }
-int64_t id_of(const Pair& pair) { return pair.id; }
-
-// Sorts by id, ascending; equal ones keep their order. `other` has room for n. Ids are 0 or more.
-template <typename T>
-void sort(T* items, T* other, int64_t n) {
-    if (n <= 24) {
-        for (int64_t i = 1; i < n; ++i) {
-            const T item = items[i];
-            int64_t at = i;
-            for (; at > 0 && id_of(items[at - 1]) > id_of(item); --at) items[at] = items[at - 1];
-            items[at] = item;
-        }
-        return;
-    }
-    int64_t bits = 0;
-    for (int64_t i = 0; i < n; ++i) bits |= id_of(items[i]);
-    T* from = items;
-    T* to = other;
-    for (int64_t shift = 0; bits >> shift != 0; shift += 8) {
-        int64_t places[257] = {};
-        for (int64_t i = 0; i < n; ++i) ++places[(id_of(from[i]) >> shift & 255) + 1];
-        for (int64_t digit = 0; digit < 256; ++digit) places[digit + 1] += places[digit];
-        for (int64_t i = 0; i < n; ++i) to[places[id_of(from[i]) >> shift & 255]++] = from[i];
-        T* const sorted = to;
-        to = from;
-        from = sorted;
-        if (shift == 56) break;
-    }
-    if (from != items) memcpy(items, from, n * sizeof(T));
-}
+uint64_t number_of(const Pair& pair) { return static_cast<uint64_t>(pair.id); }
 
 // --- the queue ---------------------------------------------------------------------------------
 

@@ -104,6 +104,25 @@ def test_other_forms_are_refused(kernel: Any) -> None:
 
 
 @KERNELS
+def test_keys_without_a_slot_come_once_and_get_theirs(kernel: Any) -> None:
+    slots = kernel(_room(100))
+    slots.insert(_keys(4, -4), _keys(1, 2))
+    keys = _keys(9, 4, -1, 9, 2**63 - 1, -4, -(2**63), -1, 0)
+    given = slots.find(keys)
+    absent = slots.missing(keys, given)
+    assert absent.tolist() == [-(2**63), -1, 0, 9, 2**63 - 1]
+    slots.insert(absent[1:], _keys(3, 4, 5, 6))
+    slots.find_missing(keys, given)
+    assert given.tolist() == [5, 1, 3, 5, 6, 2, 0, 3, 4]
+    many = torch.arange(-1_500, 1_500)[torch.randperm(3_000)].repeat(2) << 44
+    assert torch.equal(slots.missing(many, many * 0), torch.arange(-1_500, 1_500) << 44)
+    assert slots.missing(many, many * 0 + 1).tolist() == []
+    for call in (slots.missing, slots.find_missing):
+        with pytest.raises(ValueError, match="slots: 1, expected 2"):
+            call(_keys(1, 2), _keys(1))
+
+
+@KERNELS
 def test_no_keys_at_all(kernel: Any) -> None:
     slots = kernel(_room(1))
     slots.insert(_keys(), _keys())

@@ -57,6 +57,21 @@ def test_a_key_that_comes_back_into_its_slot_begins_anew(kernel: Any) -> None:
 
 
 @KERNELS
+def test_a_lookup_is_one_use_of_each_slot(kernel: Any) -> None:
+    keys, last_use, uses = _vector(0, 1, 2, 3), _vector(-1, 3, 4, 5), _vector(0, 5, 4, 3)
+    order = kernel(keys, last_use, uses)
+    order.use(_vector(2, 0, 3, 2, 0), 7)
+    assert last_use.tolist() == [-1, 3, 7, 7] and uses.tolist() == [0, 5, 5, 4]
+    kernel(keys, last_use).use(_vector(1, 1), 8)
+    assert last_use.tolist() == [-1, 8, 7, 7] and uses.tolist() == [0, 5, 5, 4]
+    for slot in (4, -1):
+        with pytest.raises(ValueError, match=f"slots: .*{slot}.*expected 0 to 3"):
+            order.use(_vector(1, slot), 9)
+    assert last_use.tolist() == [-1, 8, 7, 7] and uses.tolist() == [0, 5, 5, 4]
+    assert order.least(3, 9).tolist() == [3, 2, 1]
+
+
+@KERNELS
 def test_a_table_without_keys_has_no_order(kernel: Any) -> None:
     keys, last_use = torch.zeros(4, dtype=torch.int64), torch.full((4,), -1)
     order = kernel(keys, last_use)
@@ -80,10 +95,15 @@ def test_it_is_the_order_of_a_sort(seed: int, monkeypatch: pytest.MonkeyPatch) -
     for step in range(60):
         used = draw.sample(range(1, rows), draw.randrange(rows) // 4)
         hits = [slot for slot in used if last_use[slot] >= 0]
+        before = last_use[hits], uses[hits]
         last_use[hits], uses[hits] = step, uses[hits] + 1
         count = draw.randrange(rows // 2)
         leaving = fast.least(count, step)
         assert leaving.tolist() == plain.least(count, step).tolist()
+        if draw.random() < 0.2:  # the lookup is refused
+            last_use[hits], uses[hits] = before
+            fast.join(torch.tensor(hits, dtype=torch.int64))
+            continue
         if draw.random() < 0.7:
             last_use[leaving], keys[leaving], uses[leaving] = -1, 0, 0
         if draw.random() < 0.2:  # they expire, or are deleted
