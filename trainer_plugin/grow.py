@@ -14,11 +14,17 @@ from torch.optim import Optimizer
 from recpoint.embeddings.cache.cached_table import CachedTable
 from recpoint.embeddings.home.initial import Initial
 from recpoint.embeddings.home.ranks import rank_and_count
-from recpoint.embeddings.tables.tables import ModuleTable, plain_tables
+from recpoint.embeddings.tables.tables import ModuleTable, Table, plain_tables
 from recpoint.errors import SettingsError
 from recpoint.interrupts import held
 from recpoint.trainer_plugin.integrations import find_sources, take_apart
-from recpoint.trainer_plugin.larger_table import LargerCachedTable, LargerTable
+from recpoint.trainer_plugin.integrations.keyed import KeyedTable
+from recpoint.trainer_plugin.larger_table import (
+    LargerCachedTable,
+    LargerKeyedTable,
+    LargerTable,
+    zeros,
+)
 from recpoint.trainer_plugin.tables import optimizer_list
 from recpoint.trainer_plugin.training import CheckpointedTraining, trainings_of
 
@@ -55,15 +61,17 @@ def grow(
 
     Old and new memory of a plain table and of its states exist at the same time for a moment. A
     table in a cache keeps its slots, and its new rows get their values when they are first looked
-    up. Batches that a `Lookahead` has read before the call bring new rows when they look them up.
+    up. Batches that a `Lookahead` has read before the call bring new rows when they look them up. A
+    keyed table has room for more keys afterwards; their rows get the values of its own `initial`.
 
     Args:
         model: the model.
         optimizers: the optimizers that train the table; an empty list for a table that none trains.
         table: name of the embedding module, as in `model.named_modules()`.
-        rows: the rows that the table has afterwards.
+        rows: the rows that the table has afterwards; the `capacity_rows` of a keyed table.
         initial: computes the first values of the new rows, as in `Options.grow`. None: the rule for
-            this table in the Checkpointer's `Options.grow`, or of an earlier call.
+            this table in the Checkpointer's `Options.grow`, or of an earlier call; and for a keyed
+            table.
 
     Raises:
         SettingsError: there is no such table; it has more rows; it cannot grow, or not now; how new
@@ -77,8 +85,8 @@ def grow(
     _refuse_rows(grown_table, rows, call)
     trainings = trainings_of(grown_table.weight)
     name = _name(grown_table, trainings, call)
-    rule = _rule(name, initial, trainings, call)
-    rows_before = grown_table.table_rows
+    rule = _rule(grown_table, name, initial, trainings, call)
+    rows_before = _rows_of(grown_table)
     if rows == rows_before:
         for training in trainings:
             training.learn_rule(grown_table.weight, rule)
@@ -87,11 +95,13 @@ def grow(
         _refuse_wrapper(training.model, call)
         training.refuse_growth(call)
     trained_by = _optimizers(grown_table, optimizers, trainings, call)
-    larger = (
-        LargerCachedTable(grown_table, rows, initial=rule, name=name)
-        if isinstance(grown_table, CachedTable)
-        else LargerTable(grown_table, trained_by, rows, initial=rule, name=name)
-    )
+    larger: LargerKeyedTable | LargerCachedTable | LargerTable
+    if isinstance(grown_table, KeyedTable):
+        larger = LargerKeyedTable(grown_table, trained_by, rows)
+    elif isinstance(grown_table, CachedTable):
+        larger = LargerCachedTable(grown_table, rows, initial=rule, name=name)
+    else:
+        larger = LargerTable(grown_table, trained_by, rows, initial=rule, name=name)
     with held():
         for training in trainings:
             training.before_growth()
@@ -144,45 +154,54 @@ def _refuse_wrapper(model: nn.Module, call: str) -> None:
         )
 
 
-def _table(model: nn.Module, name: str, call: str) -> ModuleTable:
+def _table(model: nn.Module, name: str, call: str) -> ModuleTable | KeyedTable:
     """Return the table of that name.
 
     Raises:
-        SettingsError: there is none, or it is no plain table.
+        SettingsError: there is none, or it is neither a plain table nor a keyed one.
     """
     sources = find_sources(model)
     for source in sources:
-        if any(table.name == name for table in source.tables):
+        for table in source.tables:
+            if table.name != name:
+                continue
+            if isinstance(table, KeyedTable):
+                return table
             raise _refused(
                 call,
                 f"a table of {source.name}",
-                "a plain nn.Embedding or nn.EmbeddingBag",
+                "a plain nn.Embedding or nn.EmbeddingBag, or a keyed table",
                 _AT_A_RESTART,
             )
     tables = {table.name: table for table in plain_tables(model, sources).tables}
-    table = tables.get(name)
-    if not isinstance(table, ModuleTable):
+    plain_table = tables.get(name)
+    if not isinstance(plain_table, ModuleTable):
         raise _refused(
             call,
             "no such table in the model",
             f"one of {sorted(tables)!r:.400}",
             "use the name of the embedding module, as in model.named_modules()",
         )
-    return table
+    return plain_table
 
 
-def _refuse_rows(table: ModuleTable, rows: object, call: str) -> None:
-    if type(rows) is not int or rows < table.table_rows:
+def _rows_of(table: Table) -> int:
+    """Return the rows of a table as users count them: row 0 of a keyed table belongs to no key."""
+    return table.table_rows - isinstance(table, KeyedTable)
+
+
+def _refuse_rows(table: Table, rows: object, call: str) -> None:
+    if type(rows) is not int or rows < _rows_of(table):
         raise _refused(
             call,
-            f"rows={rows!r:.200}, and a table of {table.table_rows} rows",
-            f"a whole number of at least {table.table_rows}: tables do not shrink",
+            f"rows={rows!r:.200}, and a table of {_rows_of(table)} rows",
+            f"a whole number of at least {_rows_of(table)}: tables do not shrink",
             "pass the number of rows that the table is to have",
         )
 
 
 def _optimizers(
-    table: ModuleTable,
+    table: Table,
     given: Optimizer | Sequence[Optimizer],
     trainings: Sequence[CheckpointedTraining],
     call: str,
@@ -233,7 +252,7 @@ def _trains(optimizer: Optimizer, weight: Tensor) -> bool:
     )
 
 
-def _name(table: ModuleTable, trainings: Sequence[CheckpointedTraining], call: str) -> str:
+def _name(table: Table, trainings: Sequence[CheckpointedTraining], call: str) -> str:
     """Return the table's name in checkpoints, by which its first values are computed.
 
     Raises:
@@ -255,13 +274,26 @@ def _name(table: ModuleTable, trainings: Sequence[CheckpointedTraining], call: s
 
 
 def _rule(
-    name: str, initial: Initial | None, trainings: Sequence[CheckpointedTraining], call: str
+    table: Table,
+    name: str,
+    initial: Initial | None,
+    trainings: Sequence[CheckpointedTraining],
+    call: str,
 ) -> Initial:
     """Return the rule for the first values of new rows.
 
     Raises:
         SettingsError: there is none, or there are two.
     """
+    if isinstance(table, KeyedTable):
+        if initial is not None:
+            raise _refused(
+                call,
+                f"initial={initial!r:.200}, and a keyed table, which has a rule of its own",
+                "no other rule: a key's row begins with equal values whenever it is inserted",
+                "leave initial= out",
+            )
+        return zeros
     rules = [rule for training in trainings if (rule := training.rule_of(name)) is not None]
     if initial is None:
         if not rules:

@@ -4,6 +4,8 @@ The parameter of a plain table stays the same object, because optimizers, hooks,
 scripts refer to it. Its memory is another one. Everything is allocated and filled before anything
 is replaced, so an error leaves the table as it was. Old and new memory exist at the same time.
 
+A keyed table has room for more keys then. Its new rows are zeros, and get values with their keys.
+
 A table in a cache keeps its slots. Its home makes room for the new rows, which get their values and
 row states when they are first looked up.
 """
@@ -21,14 +23,16 @@ from torch.optim import Optimizer
 
 from recpoint.embeddings.cache.cached_table import CachedTable
 from recpoint.embeddings.home.initial import Initial, fill_rows, first_values
+from recpoint.embeddings.keyed.embedding import KeyedEmbedding, KeyedEmbeddingBag
 from recpoint.embeddings.tables.new_rows import first_entry
 from recpoint.embeddings.tables.optimizers import row_states
-from recpoint.embeddings.tables.tables import ModuleTable
+from recpoint.embeddings.tables.tables import ModuleTable, Table
 from recpoint.errors import SettingsError
+from recpoint.trainer_plugin.integrations.keyed import KeyedTable
 from recpoint.trainer_plugin.state import rng
 from recpoint.trainer_plugin.tables import is_piece
 
-__all__ = ["LargerCachedTable", "LargerTable"]
+__all__ = ["LargerCachedTable", "LargerKeyedTable", "LargerTable", "zeros"]
 
 
 class LargerTable:
@@ -51,7 +55,7 @@ class LargerTable:
 
     def __init__(
         self,
-        table: ModuleTable,
+        table: Table,
         optimizers: Sequence[Optimizer],
         rows: int,
         *,
@@ -100,7 +104,46 @@ class LargerTable:
         weight.grad = self._gradient
         for entry, state_name, larger_state in self._states:
             entry[state_name] = larger_state
-        self.table.module.num_embeddings = self._rows
+        if isinstance(self.table, ModuleTable):
+            self.table.module.num_embeddings = self._rows
+
+
+class LargerKeyedTable:
+    """More slots of a keyed table, which wait to be added.
+
+    Args:
+        table: the table.
+        optimizers: the optimizers that may have states of it.
+        capacity_rows: the number of keys that can have rows then, more than now.
+
+    Attributes:
+        first_entries: none: entries begin when a slot gets a key.
+
+    Raises:
+        SettingsError: see `LargerTable`.
+    """
+
+    first_entries: Mapping[str, Tensor] = {}
+
+    def __init__(
+        self, table: KeyedTable, optimizers: Sequence[Optimizer], capacity_rows: int
+    ) -> None:
+        assert isinstance(table.module, KeyedEmbedding | KeyedEmbeddingBag)
+        self._slots = table.module.slots
+        self._row_states = self._slots.larger_states(capacity_rows)
+        self._table = LargerTable(
+            table, optimizers, capacity_rows + 1, initial=zeros, name=table.name
+        )
+
+    def replace(self) -> None:
+        """Put the larger tensors in place."""
+        self._slots.grow(self._row_states)
+        self._table.replace()
+
+
+def zeros(table: str, ids: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    """Return rows of zeros; see `Initial`."""
+    return torch.zeros(len(ids), dim, dtype=dtype, device="cpu")
 
 
 class LargerCachedTable:
@@ -157,7 +200,7 @@ class LargerCachedTable:
         self.table.module.num_embeddings = self._rows
 
 
-def _refuse_optimizers(table: ModuleTable, optimizers: Sequence[Optimizer]) -> None:
+def _refuse_optimizers(table: Table, optimizers: Sequence[Optimizer]) -> None:
     """Refuse optimizers whose states of the table cannot get entries of new rows.
 
     Raises:
@@ -237,7 +280,7 @@ def _larger_gradient(gradient: Tensor, rows: int) -> Tensor:
     return larger
 
 
-def _refuse_weight(table: ModuleTable) -> None:
+def _refuse_weight(table: Table) -> None:
     """Refuse a weight that other objects depend on, so that it must keep its memory."""
     weight: Any = table.weight
     if is_piece(weight):
@@ -261,7 +304,7 @@ def _refuse_weight(table: ModuleTable) -> None:
     raise _refused(table, fault, "a weight that has its memory for itself", next_step)
 
 
-def _refused(table: ModuleTable, found: str, expected: str, next_step: str) -> SettingsError:
+def _refused(table: Table, found: str, expected: str, next_step: str) -> SettingsError:
     return SettingsError(
         f"grow(table={table.name!r})", found=found, expected=expected, next_step=next_step
     )

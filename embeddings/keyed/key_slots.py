@@ -40,9 +40,8 @@ class KeySlots:
 
     Attributes:
         rows: values and optimizer state of the slots.
-        row_states: name -> int64 [capacity_rows + 1], on the CPU; see
-            `keyed_rows.py`. A restore writes
-            into these tensors and then calls `load_state_dict`.
+        row_states: name -> int64 [capacity_rows + 1], on the CPU; see `keyed_rows.py`. The same
+            tensors until `grow`. A restore writes into them and then calls `load_state_dict`.
         marker: told of slots before anything of them changes; None: nobody asks for it.
         steps: steps of the table's optimizer so far: the clock by which rows leave.
         inserted: keys that have got a slot so far, each time that they did.
@@ -161,6 +160,29 @@ class KeySlots:
         """
         slots = used_rows(row_states[LAST_USE])
         return sorted_slots(slots, row_states, self._eviction)
+
+    def larger_states(self, capacity_rows: int) -> dict[str, Tensor]:
+        """Return the row states with room for more keys, for `grow`.
+
+        Args:
+            capacity_rows: at least as many as the table has.
+        """
+        self._settle()
+        states = {}
+        for name, state in self.row_states.items():
+            free_entry = -1 if name == LAST_USE else 0
+            states[name] = state.new_full((capacity_rows + 1,), free_entry)
+            states[name][: state.numel()] = state
+        return states
+
+    def grow(self, row_states: dict[str, Tensor]) -> None:
+        """Take over row states of `larger_states`, for a weight with as many rows more.
+
+        An error leaves the table as it was.
+        """
+        self._map.grow(row_states[KEY])
+        self.row_states = row_states
+        self._order = self._new_order()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the live state beside the row states; "settings" must be equal after a restore."""

@@ -79,6 +79,8 @@ class Growth:
             initial: computes the first values of the new rows.
             first_entries: name of a row state -> its entry of a new row.
         """
+        if table.id_map:
+            return  # a restore moves keys into tables of any size
         self._initial[table.name] = initial
         self._table_rows[table.name] = table.table_rows
         if first_entries:
