@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 
 from recpoint import Checkpointer, Lookahead, Options, ResumableLoader, Staging
 from recpoint.catalog.check.validate import validate
+from recpoint.catalog.persist import first_rows
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.staging.area import StagedRun
 from recpoint.catalog.store.store import open_store
@@ -129,6 +130,7 @@ def test_each_row_that_servers_stage_has_its_own_width(
 ) -> None:
     """The agents of servers choose the widths that the trainer's agent chooses."""
     a_chunk_for_each_width(monkeypatch)
+    monkeypatch.setattr(first_rows, "_CHUNK_COST_BYTES", 1 << 40)  # all rows are stored
     rows: list[Rows] = []
     widths: list[Counter[int]] = []
     with served(3) as home:

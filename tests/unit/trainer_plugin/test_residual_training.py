@@ -10,6 +10,7 @@ import pytest
 
 from recpoint import Precision
 from recpoint.catalog.check.validate import validate
+from recpoint.catalog.persist import first_rows
 from recpoint.catalog.restore.order import Selection
 from recpoint.catalog.restore.restore import MemoryTarget, restore
 from recpoint.catalog.run.run import Run
@@ -151,6 +152,13 @@ def cached_rows(place: Place, home: str, *, restart: bool) -> Rows:
             return again.rows
 
 
+@pytest.fixture
+def _all_rows_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have fulls of caches store rows with their first values, as those of other tables do."""
+    monkeypatch.setattr(first_rows, "_CHUNK_COST_BYTES", 1 << 40)
+
+
+@pytest.mark.usefixtures("_all_rows_stored")
 @pytest.mark.parametrize("home", ["cache", "servers"])
 def test_rows_of_a_cache_are_stored_as_those_in_memory(place: Place, home: str) -> None:
     """The newest checkpoint restores into a model without a cache, and into one with a cache."""
@@ -161,6 +169,7 @@ def test_rows_of_a_cache_are_stored_as_those_in_memory(place: Place, home: str) 
     assert rows[1].differences(rows[0]) == []
 
 
+@pytest.mark.usefixtures("_all_rows_stored")
 def test_residuals_restore_into_a_cache(place: Place) -> None:
     rows = []
     for name in ("memory", "cache"):
