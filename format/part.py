@@ -20,6 +20,7 @@ from recpoint.format.manifest import (
     CheckedStripes,
     ChunkEntry,
     Kind,
+    MeasuredLoss,
     Quantizer,
     RankCount,
     ServerCount,
@@ -104,6 +105,7 @@ class RankPart(StoredRecord):
     stall_us: _Count
     cache: Annotated[CacheUse | None, Field(exclude_if=is_absent)] = None
     stripes: Annotated[CheckedStripes | None, Field(exclude_if=is_absent)] = None
+    loss: Annotated[MeasuredLoss | None, Field(exclude_if=is_absent)] = None
     dirty_rows: _Count
     full_bytes: _Count
     history: History

@@ -100,6 +100,7 @@ class Assembly:
         shards: all tables of the job, in the order in which they are stored.
         trackers: `Table.key` -> tracker of the table's dirty rows, for tables that this rank
             stores.
+        counting: trackers of tables that another rank stores, because lookups are counted.
         watch: watches the optimizers' steps.
         state: the training state outside the tables.
         tables: the tables by name.
@@ -122,6 +123,7 @@ class Assembly:
     trained: Trained
     shards: tuple[StoredShard, ...]
     trackers: dict[str, Tracker]
+    counting: dict[str, Tracker]
     watch: OptimizerWatch
     state: TrainingState
     tables: NamedTables
@@ -147,6 +149,8 @@ class Assembly:
         for name, tracker in self.trackers.items():
             tracker.forget(changed.get(name))
             tracker.install()
+        for tracker in self.counting.values():
+            tracker.install()
         for source in self.trained.sources:
             source.track(self.trackers)
         self.watch.install()
@@ -158,7 +162,7 @@ class Assembly:
         self.watch.remove()
         for source in self.trained.sources:
             source.untrack()
-        for tracker in self.trackers.values():
+        for tracker in (self.trackers | self.counting).values():
             tracker.remove()
         self.signs.remove()
         self.count.end()
@@ -172,7 +176,7 @@ class Assembly:
             entries: name of a row state -> its entry of a new row.
         """
         self.job.growth.learn(table, initial, entries)
-        self.trackers[table.key].follow_growth()
+        (self.trackers | self.counting)[table.key].follow_growth()
 
     def check_room(self, *, jobs: int) -> None:
         """Refuse a staging area that is too small for the first checkpoints. Collective.
@@ -482,7 +486,13 @@ def assemble(
         )
         state.refuse_unwritable()
         loss = meter_of(
-            settings.precision, trained.module, shards, trained.sources, state.optimizers, counts
+            settings.precision,
+            trained.module,
+            shards,
+            trained.sources,
+            state.optimizers,
+            counts,
+            several=ranks.several,
         )
         state.loss = loss
         trackers = {
@@ -490,14 +500,22 @@ def assemble(
             for shard in shards
             if shard.table is not None
         }
-        for key in counts.keys() & trackers.keys():
-            trackers[key].counts = counts[key]
+        # Copies whose rows another rank stores are followed, too, where their lookups are counted.
+        counting = {
+            shard.key: Tracker(shard.copy)
+            for shard in shards
+            if shard.table is None and shard.copy is not None and shard.key in counts
+        }
+        for key, tracker in (trackers | counting).items():
+            tracker.counts = counts.get(key)
         row_local = tuple(settings.options.row_local_optimizers)
         extra_objects = () if extras is None else tuple(extras.values())
         unknown = UnknownOptimizers(
             trained.module, trained.optimizers, trained.tables, extra_objects
         )
-        watch = OptimizerWatch(trained.optimizers, trackers, row_local=row_local, unknown=unknown)
+        watch = OptimizerWatch(
+            trained.optimizers, trackers | counting, row_local=row_local, unknown=unknown
+        )
         cutter = Cutter(
             shards=shards,
             trackers=trackers,
@@ -540,6 +558,7 @@ def assemble(
         trained=trained,
         shards=shards,
         trackers=trackers,
+        counting=counting,
         watch=watch,
         state=state,
         tables=NamedTables(shards, trackers, state.optimizers),

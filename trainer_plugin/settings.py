@@ -572,10 +572,12 @@ class Settings:
     @property
     def common(self) -> dict[str, Any]:
         """The settings that must be equal on all ranks of a job, by name."""
+        by_loss = self.precision.by_loss
         return {
             "interval_batches": self.interval_batches,
             "interval_seconds": self.interval_seconds,
             "policy": self.policy,
+            "Loss": None if by_loss is None else [by_loss.increase, by_loss.share],
             "Staging.jobs": self.staging.jobs,
             "Staging.when_busy": self.staging.when_busy,
             "Staging.at_servers": self.staging.at_servers,
@@ -596,9 +598,6 @@ class Settings:
             SettingsError: one of them does not.
         """
         staging, timeouts = self.staging, self.timeouts
-        if count > 1 and self.precision.by_loss is not None:
-            expected = f"a number of bits with {count} ranks: a loss is measured in one process"
-            raise refused_setting("Precision.bits", "Loss(...)", expected)
         if count > 1 and staging.when_busy == "cancel":
             expected = f'"skip" or "wait" with {count} ranks'
             raise refused_setting("Staging.when_busy", staging.when_busy, expected)

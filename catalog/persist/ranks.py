@@ -289,6 +289,7 @@ def _part(job: Job, entries: list[ChunkEntry], quantization: Quantization) -> Ra
     return RankPart(
         **stored_fields(job, entries, quantization),
         rank=job.rank,
+        loss=job.loss,
         tables=tuple(
             Shard(
                 spec=table.spec,
@@ -379,6 +380,7 @@ def join_parts(parts: Sequence[RankPart], *, committed_ms: int, writer: str) -> 
             stall_us=max(part.stall_us for part in parts),
             cache=CacheUse.joined(part.cache for part in parts),
             stripes=CheckedStripes.joined(part.stripes for part in parts),
+            loss=first.loss,
             dirty_rows=sum(part.dirty_rows for part in parts),
             full_bytes=sum(part.full_bytes for part in parts),
             history=first.history,

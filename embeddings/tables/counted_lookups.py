@@ -51,8 +51,8 @@ class LookupCounts:
     def add_gradient(self, gradient: Tensor) -> None:
         """Count the lookups that a gradient tells of.
 
-        A sparse gradient names the row of each lookup, also of other processes (DDP). Of a dense
-        one, each row that is not all zeros counts once.
+        A sparse gradient names the row of each lookup. If it was added up, as DDP does with those
+        of all ranks, each row counts once; so does each row of a dense one that is not all zeros.
 
         Args:
             gradient: [rows, dim], sparse in its rows, or dense.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -20,7 +19,9 @@ from recpoint.format.manifest import MeasuredLoss
 from recpoint.interrupts import came_from_handler
 from recpoint.kernels.allocation import WIDTHS
 from recpoint.trainer_plugin.loss.measure import RoundedTable, measure
+from recpoint.trainer_plugin.loss.pace import MeasuringPace
 from recpoint.trainer_plugin.loss.price import PriceSearch
+from recpoint.trainer_plugin.loss.rank_sums import RankMeasurements
 from recpoint.trainer_plugin.loss.rounded_rows import RoundedRows, rounded_rows
 from recpoint.trainer_plugin.loss_setting import Loss, LossFigures
 from recpoint.trainer_plugin.snapshot.live_tables import LiveTable
@@ -67,7 +68,8 @@ class LossMeter:
         wide: keys of the other tables whose rows get 8 bits.
         moments: finds the second moments of tables.
         counts: `Table.key` -> counts of lookups, of tables without second moments.
-        clock: seconds that only grow.
+        several: whether the job has several ranks: prices then change when these agree on a
+            checkpoint, and not after each measured batch.
 
     Attributes:
         batches_done: returns the batches that the run has trained, for optimizers that do not count
@@ -84,7 +86,7 @@ class LossMeter:
         wide: frozenset[str],
         moments: SecondMoments,
         counts: Mapping[str, LookupCounts] | None = None,
-        clock: Callable[[], float] = time.perf_counter,
+        several: bool = False,
     ) -> None:
         self._setting = setting
         self._model = model
@@ -93,14 +95,15 @@ class LossMeter:
         self._rounded = priced | wide
         self._moments = moments
         self._counts = dict(counts or {})
-        self._clock = clock
-        self._search = PriceSearch(setting.increase, self._first_price, may_raise=self._may_raise)
+        self._pace = MeasuringPace(setting.share, in_step=several)
+        self._own_sums: RankMeasurements | None = RankMeasurements() if several else None
+        self._search = PriceSearch(
+            setting.increase, self._next_first_price, may_raise=self._may_raise
+        )
         self._prediction: _Prediction | None = None
         self._predicted_price: float | None = None
         self._factor: float | None = None  # measured cost for each predicted one
         self._mean_loss: float | None = None
-        self._began: float | None = None  # clock at the first batch of this process
-        self._spent_seconds = self._last_seconds = 0.0
         self._error: str | None = None
         self._looked_up: set[str] = set()  # keys of the tables that a measured batch looked up
         self.batches_done: Callable[[], int] = lambda: 0
@@ -128,27 +131,67 @@ class LossMeter:
         """
         if self._error is not None:
             return
-        now = self._clock()
-        is_first = self._began is None
-        if self._began is None:
-            self._began = now
-        budget = self._setting.share * (now - self._began)
-        if not is_first and self._spent_seconds + self._last_seconds > budget:
+        is_first = not self._pace.has_begun
+        if not self._pace.is_due(self.batches_done()):
             return
         try:
-            self._measure(batch)
+            with self._pace.measuring():
+                self._measure(batch)
         except Exception as error:
             if is_first or came_from_handler(error):
                 raise
-            self._error = f"{type(error).__name__}: {error}"
-            _log.warning(
-                "what rounding costs in loss is measured no more, and rows get 8 bits from now "
-                "on: %s",
-                self._error,
-            )
-        finally:
-            self._last_seconds = self._clock() - now
-            self._spent_seconds += self._last_seconds
+            self._give_up(f"{type(error).__name__}: {error}")
+
+    def _give_up(self, error: str) -> None:
+        self._error = error
+        _log.warning(
+            "what rounding costs in loss is measured no more, and rows get 8 bits from now on: %s",
+            error,
+        )
+
+    def told(self) -> tuple[int, ...]:
+        """Return what this rank tells the others when they agree on a checkpoint.
+
+        Returns:
+            Integers of 64 bits, equally many on all ranks; none if there are no others.
+        """
+        own, search = self._own_sums, self._search
+        if own is None:
+            return ()
+        proposed_price = None
+        if self._error is None and search.awaits_first_price:
+            try:
+                proposed_price = self._first_price()
+            except Exception as error:  # the other ranks wait for an answer
+                self._give_up(f"{type(error).__name__}: {error}")
+        return own.integers(
+            has_error=self._error is not None,
+            may_raise=self._is_raise_worth(),
+            first_price=proposed_price,
+            stride=self._pace.wanted_stride,
+        )
+
+    def agree(self, told: Sequence[Sequence[int]]) -> None:
+        """Decide about the price as all ranks do.
+
+        Args:
+            told: what each rank's `told` returned, in rank order.
+        """
+        own, search = self._own_sums, self._search
+        if own is None:
+            return
+        agreed = own.agree(told)
+        self._pace.stride = agreed.stride
+        if agreed.has_error and self._error is None:
+            self._give_up("another rank cannot measure, see its log")
+        price = search.price
+        if agreed.has_failed:
+            search.fail()
+        else:
+            search.merge(agreed.sums)
+            self._calibrate()
+        if search.price != price:
+            self._tell()
 
     def allocation(self, live: LiveTable) -> Allocation | None:
         """Return how the agent gives widths to the rows of a table; None: 8 bits for all.
@@ -179,7 +222,6 @@ class LossMeter:
     def figures(self) -> LossFigures:
         """What is known now."""
         search, prediction, mean_loss = self._search, self._prediction, self._mean_loss
-        elapsed = 0.0 if self._began is None else self._clock() - self._began
         predicted = None
         if prediction is not None and mean_loss is not None and self._factor is not None:
             predicted = self._factor * prediction.damage / mean_loss
@@ -195,7 +237,7 @@ class LossMeter:
             predicted=predicted,
             widths={} if prediction is None else dict(prediction.widths),
             batches=search.measured,
-            measured_share=self._spent_seconds / elapsed if elapsed > 0 else 0.0,
+            measured_share=self._pace.measured_share,
             error=self._error,
         )
 
@@ -205,7 +247,8 @@ class LossMeter:
         figures, search = self.figures, self._search
         shown = figures.shown if figures.error is None else None
         is_finite = shown is not None and all(map(math.isfinite, shown))
-        is_predicted = figures.predicted is not None and self._predicted_price == search.price
+        # Any rank may write the manifest, and each predicts from batches of its own.
+        is_predicted = self._own_sums is None and self._predicted_price == search.price
         return MeasuredLoss(
             increase=figures.increase.hex(),
             price=None if figures.price is None else figures.price.hex(),
@@ -226,6 +269,8 @@ class LossMeter:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` returned."""
         self._search.load_state_dict(state["search"])
+        if self._own_sums is not None:
+            self._own_sums = RankMeasurements()
         for key, counted in state.get("counted", {}).items():
             if key in self._counts:
                 self._counts[key].counted = int(counted)
@@ -256,11 +301,12 @@ class LossMeter:
         self._mean_loss += 0.05 * (pair.loss - self._mean_loss)
         if not self._is_predicted(trial):
             self._predict(trial)
+        taker = search if self._own_sums is None else self._own_sums
         if math.isfinite(pair.even) and math.isfinite(pair.odd):
-            search.add(pair)
+            taker.add(pair)
             self._calibrate()
         else:
-            search.fail()
+            taker.fail()
         if search.price != price:
             self._tell()
 
@@ -276,6 +322,9 @@ class LossMeter:
         if live.table is None or live.key not in self._priced:
             return None
         return self._moments.of(live.table, live.spec, max(self.batches_done(), 1))
+
+    def _next_first_price(self) -> float | None:
+        return self._first_price() if self._own_sums is None else self._own_sums.first_price
 
     def _first_price(self) -> float:
         """Return the highest power of two that is predicted to cost a part of the bound.
@@ -299,6 +348,9 @@ class LossMeter:
         return 2.0**low_exponent
 
     def _may_raise(self) -> bool:
+        return self._is_raise_worth() if self._own_sums is None else self._own_sums.may_raise
+
+    def _is_raise_worth(self) -> bool:
         """Whether a higher price than that on trial would save bits."""
         return self._prediction is None or not self._prediction.is_narrowest
 

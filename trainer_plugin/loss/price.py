@@ -25,7 +25,7 @@ from typing import Any, Final
 
 from recpoint.trainer_plugin.loss.ratio_interval import PairSums, RatioBounds
 
-__all__ = ["MOST_PAIRS", "LossPair", "PriceSearch"]
+__all__ = ["MOST_PAIRS", "LossPair", "PriceSearch", "TrialSums"]
 
 #: A trial ends after so many measured batches, because training changes the model meanwhile.
 MOST_PAIRS: Final = 200
@@ -53,17 +53,28 @@ class LossPair:
 
 
 @dataclass(kw_only=True)
-class _Trial:
-    """What is known of one price: the changes of the loss as shares of the loss."""
+class TrialSums:
+    """What is known of one price: the changes of the loss as shares of the loss.
+
+    Attributes:
+        even, odd, total: sums of the parts of `LossPair`, and of both together, with the losses.
+    """
 
     even: PairSums = field(default_factory=PairSums)
     odd: PairSums = field(default_factory=PairSums)
     total: PairSums = field(default_factory=PairSums)
 
     def add(self, pair: LossPair) -> None:
+        """Add a measured batch."""
         self.even.add(pair.even, pair.loss)
         self.odd.add(pair.odd, pair.loss)
         self.total.add(pair.even + pair.odd, pair.loss)
+
+    def merge(self, sums: TrialSums) -> None:
+        """Add what others have measured at the same price."""
+        self.even.merge(sums.even)
+        self.odd.merge(sums.odd)
+        self.total.merge(sums.total)
 
 
 class PriceSearch:
@@ -71,7 +82,7 @@ class PriceSearch:
 
     Args:
         increase: the bound: the most by which rounding may raise the loss, as a share of the loss.
-        first_price: returns the price to try first once 8 bits hold.
+        first_price: returns the price to try first once 8 bits hold; None: it is not known yet.
         may_raise: whether a price above that on trial would save anything.
 
     Attributes:
@@ -84,7 +95,7 @@ class PriceSearch:
     def __init__(
         self,
         increase: float,
-        first_price: Callable[[], float],
+        first_price: Callable[[], float | None],
         *,
         may_raise: Callable[[], bool] = lambda: True,
     ) -> None:
@@ -95,8 +106,14 @@ class PriceSearch:
         self.is_lossless = False
         self.trial_price: float | None = None
         self.measured = 0
-        self._trial = _Trial()
+        self._trial = TrialSums()
         self._in_use: RatioBounds | None = None
+
+    @property
+    def awaits_first_price(self) -> bool:
+        """Whether 8 bits hold, and no price was tried."""
+        is_untried = self.price is None and self.trial_price is None
+        return is_untried and self._in_use is not None and not self.is_lossless
 
     @property
     def pairs(self) -> int:
@@ -131,6 +148,16 @@ class PriceSearch:
         """
         self._trial.add(pair)
         self.measured += 1
+        self._decide()
+
+    def merge(self, sums: TrialSums) -> None:
+        """Take note of all that was measured at `trial_price` since the last call, and decide."""
+        self._trial.merge(sums)
+        self.measured += sums.even.pairs
+        if sums.even.pairs:
+            self._decide()
+
+    def _decide(self) -> None:
         even = self.even
         if max(even.low, self._trial.total.bounds().low) > self._increase:
             self._lower(even)
@@ -148,8 +175,9 @@ class PriceSearch:
         self._in_use = even
         if self.trial_price is None:
             self.is_lossless = False
-            if self.price is None:
-                self._try(_in_range(self._first_price()))
+            first_price = self._first_price() if self.price is None else None
+            if first_price is not None:
+                self._try(_in_range(first_price))
             return
         self.price = self.trial_price
         ratio = self._increase / even.high if even.high > 0 else math.inf
@@ -184,7 +212,7 @@ class PriceSearch:
 
     def _try(self, price: float | None) -> None:
         self.trial_price = price
-        self._trial = _Trial()
+        self._trial = TrialSums()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a restart needs to go on: numbers, and sums of each pair of numbers."""
@@ -215,7 +243,7 @@ class PriceSearch:
         self.is_lossless, self.measured = bool(state["is_lossless"]), int(state["measured"])
         self._in_use = None if state["in_use"] is None else RatioBounds(*state["in_use"])
         parts = {part: PairSums(**sums) for part, sums in state["trial"].items()}
-        self._trial = _Trial(**parts)
+        self._trial = TrialSums(**parts)
 
     def _parts(self) -> dict[str, PairSums]:
         trial = self._trial

@@ -100,6 +100,15 @@ class PairSums:
         self.xy += x * y
         self.yy += y * y
 
+    def merge(self, sums: PairSums) -> None:
+        """Add all pairs of other sums."""
+        self.pairs += sums.pairs
+        self.x += sums.x
+        self.y += sums.y
+        self.xx += sums.xx
+        self.xy += sums.xy
+        self.yy += sums.yy
+
     @property
     def ratio(self) -> float | None:
         """The ratio of the means; None: there is none."""

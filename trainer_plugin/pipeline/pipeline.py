@@ -324,7 +324,9 @@ class Pipeline:
             lost=self._ledger.take_lost(LOST_AT_ONCE),
             sketch=NOTHING if plan is None else plan.sketch,
             needs=NO_NEEDS if plan is None else plan.needs,
+            measured=self._cutter.parts.measured_here(),
         )
+        self._cutter.parts.agree_on_prices(agreed.measured)
         self._drop(agreed.lost)
         if plan is None or not agreed.cut:
             return _Agreed(None, agreed.again)

@@ -311,6 +311,7 @@ class CutAgreement:
         sketches: for each rank, the sketch of the state that is stored once; empty if some rank
             cannot cut.
         needs: for each rank, what it would write into records; empty if some rank cannot cut.
+        measured: for each rank, what it has measured of the loss.
     """
 
     cut: bool
@@ -320,6 +321,7 @@ class CutAgreement:
     lost: Lost
     sketches: tuple[Sketch, ...]
     needs: tuple[RecordNeeds, ...] = ()
+    measured: tuple[tuple[int, ...], ...] = ()
 
     @property
     def unlike(self) -> bool:
@@ -355,6 +357,7 @@ def agree_on_cut(
     lost: Sequence[CheckpointRef],
     sketch: Sketch,
     needs: RecordNeeds = NO_NEEDS,
+    measured: Sequence[int] = (),
 ) -> CutAgreement:
     """Agree on whether and what all ranks cut. Collective.
 
@@ -368,6 +371,7 @@ def agree_on_cut(
         lost: checkpoints that it has lost and not reported yet, at most `LOST_AT_ONCE`.
         sketch: its sketch of the state that is stored once.
         needs: what it would write into records.
+        measured: what it has measured of the loss, equally many integers on all ranks.
 
     Raises:
         SettingsError: ranks have done different numbers of batches.
@@ -382,21 +386,27 @@ def agree_on_cut(
             *sketch.integers,
             *_padded_attempts(lost),
             *needs,
+            *measured,
         ],
         batches_done=step,
     )
     cut = all(answer[0] for answer in answers)
+    end_of_lost = 7 + LOST_AT_ONCE
+    end_of_needs = end_of_lost + len(needs)
     return CutAgreement(
         cut=cut,
         increment=all(answer[1] for answer in answers)
         and len({answer[2] for answer in answers}) == 1,
         again=any(answer[3] for answer in answers),
         number=1 + max(answer[4] for answer in answers),
-        lost=Lost(number for answer in answers for number in answer[7 : 7 + LOST_AT_ONCE]),
+        lost=Lost(number for answer in answers for number in answer[7:end_of_lost]),
         sketches=tuple(Sketch.of_integers(answer[5], answer[6]) for answer in answers)
         if cut
         else (),
-        needs=tuple(RecordNeeds(*answer[7 + LOST_AT_ONCE :]) for answer in answers) if cut else (),
+        needs=tuple(RecordNeeds(*answer[end_of_lost:end_of_needs]) for answer in answers)
+        if cut
+        else (),
+        measured=tuple(tuple(answer[end_of_needs:]) for answer in answers),
     )
 
 

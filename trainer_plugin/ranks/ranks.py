@@ -55,7 +55,7 @@ _HEADER: Final = 3  # occasion, batches done or -1, number of integers that foll
 
 #: The most integers in one exchange. All exchanges have the same length, so that ranks can detect
 #: that they are at different exchanges: gloo ends a process whose neighbours send another length.
-_MOST: Final = 16
+_MOST: Final = 48
 #: Stands for a group that was closed after an error. None would mean a single process.
 _DISCONNECTED: Final = object()
 
@@ -116,7 +116,7 @@ class Ranks:
 
         Args:
             about: subject of the exchange, the same on all ranks.
-            values: at most 16 integers of 64 bits; equally many on each rank.
+            values: at most 48 integers of 64 bits; equally many on each rank.
             batches_done: batches done, the same on all ranks; -1: not checked.
 
         Raises:

@@ -41,6 +41,12 @@ class PricesBits(Protocol):
     def record(self) -> MeasuredLoss:
         """What was measured, as records have it."""
 
+    def told(self) -> tuple[int, ...]:
+        """Return what this rank tells the others when they agree on a checkpoint."""
+
+    def agree(self, told: Sequence[Sequence[int]]) -> None:
+        """Decide about the price as all ranks do; `told` is what each has told."""
+
 
 class TableParts:
     """Describes what this rank stores of each table in a cut.
@@ -92,6 +98,15 @@ class TableParts:
     def measured_loss(self) -> MeasuredLoss | None:
         """What rounding costs in loss now; None: nobody asked for that."""
         return None if self._prices is None else self._prices.record
+
+    def measured_here(self) -> tuple[int, ...]:
+        """Return what other ranks must hear of what this rank has measured; see `PricesBits`."""
+        return () if self._prices is None else self._prices.told()
+
+    def agree_on_prices(self, told: Sequence[Sequence[int]]) -> None:
+        """Take the prices that follow from what all ranks have measured."""
+        if self._prices is not None:
+            self._prices.agree(told)
 
     def prepare(self) -> None:
         """Compile what the cut quantizes with. Called before training."""

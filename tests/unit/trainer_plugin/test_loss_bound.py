@@ -16,14 +16,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from recpoint import (
     Checkpointer,
-    Consecutive,
     Lookahead,
     Loss,
     Options,
     Precision,
     ResumableLoader,
     Staging,
-    Timeouts,
     errors,
 )
 from recpoint.catalog.check.validate import validate
@@ -40,7 +38,7 @@ from recpoint.kernels.allocation import WIDTHS, allocate
 from recpoint.kernels.quantize import dequantize, quantize
 from recpoint.trainer_plugin.loss.meter import LossMeter
 from recpoint.trainer_plugin.loss.rounded_rows import rounded_rows
-from recpoint.trainer_plugin.settings import Settings, as_precision
+from recpoint.trainer_plugin.settings import as_precision
 from recpoint.trainer_plugin.snapshot.codes import TableQuantizer
 from tests.training_builder import Place, seed_everything
 
@@ -139,7 +137,7 @@ def meter(ckpt: Checkpointer) -> LossMeter:
 def count_seconds(ckpt: Checkpointer) -> None:
     """Have each look at the clock take a second, so that no real clock decides in a test."""
     seconds = itertools.count()
-    meter(ckpt)._clock = lambda: float(next(seconds))
+    meter(ckpt)._pace.clock = lambda: float(next(seconds))
 
 
 def held_out(model: Ranker) -> float:
@@ -283,7 +281,7 @@ def test_training_is_the_same_whether_it_is_measured_or_not(place: Place) -> Non
 def test_measurements_take_their_share_of_the_time(place: Place) -> None:
     _, ckpt = built(place, by_loss(share=0.01))
     own, seconds = meter(ckpt), [0.0]
-    own._clock = lambda: seconds[0]
+    own._pace.clock = lambda: seconds[0]
     measured = []
 
     def of(model: nn.Module, batch: Batch) -> Tensor:
@@ -296,7 +294,7 @@ def test_measurements_take_their_share_of_the_time(place: Place) -> None:
     for _ in range(2_000):
         own.look(batch)
         seconds[0] += 1.0
-        assert own._spent_seconds <= max(3.0, 0.01 * seconds[0])
+        assert own._pace._spent_seconds <= max(3.0, 0.01 * seconds[0])
     # The first batch at once; then three seconds of each three hundred.
     assert measured[:3] == [1.0, 2.0, 3.0] and len(measured) == 3 * 6
     assert own.figures.measured_share == pytest.approx(0.01, rel=0.15)
@@ -452,8 +450,6 @@ def test_what_cannot_be_measured_is_refused_by_name(place: Place) -> None:
     )
     assert "'users'" in text and "is in no optimizer" in text
     assert "Options.in_flight" in refused(place, by_loss(), options={"in_flight": 2})
-    with pytest.raises(errors.SettingsError, match="2 ranks"):
-        _settings(Precision(bits=by_loss())).check_ranks(2)
 
 
 def test_tables_of_other_optimizers_may_be_named(place: Place) -> None:
@@ -564,16 +560,3 @@ def test_lightning_is_refused(place: Place) -> None:
     for bits in (by_loss(), Precision(bits=by_loss())):
         with pytest.raises(errors.SettingsError, match="Lightning"):
             LightningCallback(run=place.run, interval_batches=10, bits=bits)
-
-
-def _settings(precision: Precision) -> Settings:
-    return Settings(
-        interval_batches=10,
-        interval_seconds=None,
-        precision=precision,
-        policy=Consecutive(),
-        failures=None,
-        staging=Staging(),
-        timeouts=Timeouts(),
-        options=Options(),
-    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -123,6 +123,12 @@ class FixedPrice:
 
     def is_exact(self, live: LiveTable) -> bool:
         return False
+
+    def told(self) -> tuple[int, ...]:
+        return ()
+
+    def agree(self, told: Sequence[Sequence[int]]) -> None:
+        assert list(told) == [()]
 
 
 def test_each_row_that_servers_stage_has_its_own_width(
