@@ -21,7 +21,7 @@ __all__ = ["FirstValueRule", "Words", "mixed", "most_first_rows", "uniform_value
 _MOST_BYTES: Final = 32 << 20
 
 #: Values computed at once: few enough to fit the caches.
-_PASS_VALUES: Final = 1 << 16
+_PASS_VALUES: Final = 1 << 15
 
 Words = np.ndarray[Any, np.dtype[np.uint64]]
 
@@ -113,13 +113,14 @@ def uniform_values(
     """
     values = torch.empty(len(ids), len(columns), dtype=dtype, device="cpu")
     seed = mixed(np.array([key], np.uint64))
-    offsets: Words = np.arange(columns.start + 1, columns.stop + 1, dtype=np.uint64)
+    offsets: Words = np.arange(columns.start + 1, columns.stop + 1, dtype=np.uint64) + seed
+    first_words: Words = ids.numpy().astype(np.uint64) * np.uint64(row_values)
     rows_each = max(1, _PASS_VALUES // max(1, len(columns)))
     for first in range(0, len(ids), rows_each):
         part = slice(first, first + rows_each)
-        words: Words = ids[part].numpy().astype(np.uint64)[:, None] * np.uint64(row_values)
-        words = np.add(np.add(words, offsets), seed)
-        unit = (mixed(words) >> np.uint64(40)).astype(np.float64) * 2.0**-24
+        words = mixed(np.add(first_words[part, None], offsets)) >> np.uint64(40)
+        # Below 2^24, which 64 bits with a sign hold too: those become floats faster.
+        unit = words.view(np.int64) * 2.0**-24
         computed = torch.from_numpy(low + unit * (high - low))
         # To narrower dtypes than F32 by way of F32, as torch goes.
         values[part] = computed if dtype == torch.float64 else computed.to(torch.float32)

@@ -59,7 +59,7 @@ def first_rows(staged: StagedJob, block: RowBlock) -> _Flags | None:
         )
         if entry is None:
             entry = _most_common(of_states)
-        is_same = (of_states == entry).all(dim=1)
+        is_same = _equal(entry.expand_as(of_states), of_states)
         is_first[rows.start : rows.stop][places[is_same].numpy()] = True
     if int(is_first.sum()) * stored_row_bytes(table) < _CHUNK_COST_BYTES:
         return None
@@ -68,7 +68,7 @@ def first_rows(staged: StagedJob, block: RowBlock) -> _Flags | None:
 
 def _equal(first: Tensor, stored: Tensor) -> Tensor:
     """Tell which rows have the same bits: bool [n]."""
-    return (_bytes(first) == _bytes(stored)).all(dim=1)
+    return (_words(_bytes(first)) == _words(_bytes(stored))).all(dim=1)
 
 
 def _most_common(rows: Tensor) -> Tensor:
@@ -77,7 +77,7 @@ def _most_common(rows: Tensor) -> Tensor:
     Rows that were trained without a change of their values, as with a learning rate of zero, may
     come first.
     """
-    if 2 * int((rows == rows[0]).all(dim=1).sum()) >= len(rows):
+    if 2 * int(_equal(rows[:1].expand_as(rows), rows).sum()) >= len(rows):
         return rows[0]
     entries = np.ascontiguousarray(rows.numpy()).view(f"V{rows.shape[1]}")[:, 0]
     _, positions, counts = np.unique(entries, return_index=True, return_counts=True)
@@ -87,3 +87,11 @@ def _most_common(rows: Tensor) -> Tensor:
 def _bytes(rows: Tensor) -> Tensor:
     """Return rows [n, …] as bytes, u8 [n, bytes]."""
     return rows.unsqueeze(1).flatten(1).contiguous().view(torch.uint8)
+
+
+def _words(rows: Tensor) -> Tensor:
+    """Return rows as the longest integers that divide them, to compare fewer."""
+    for dtype in (torch.int64, torch.int32, torch.int16):
+        if rows.shape[1] and rows.shape[1] % dtype.itemsize == 0:
+            return rows.view(dtype)
+    return rows
