@@ -206,7 +206,9 @@ def _coded(
     values: BlockRows | BlockResiduals = BlockRows(staged, block, values_name(block.table))
     if table.residual:
         assert residuals is not None  # the job has a table with residuals
-        values = BlockResiduals(staged, block, residuals)
+        values = BlockResiduals(
+            staged, block, residuals, are_read_twice=table.allocation is not None
+        )
     widths: RowWidths | None = None
     if table.allocation is not None:
         widths = row_widths(staged, block, table.allocation, values)

@@ -20,7 +20,7 @@ from recpoint.kernels.allocation.reference import squared_errors
 __all__ = ["residual_price", "sampled_spans"]
 
 _SAMPLE_ROWS: Final = 4096
-_SPAN_ROWS: Final = 256
+_SPAN_ROWS: Final = 512
 #: Then residuals have more bits than they need, in a block where whole rows have no errors.
 _MOST_HALVINGS: Final = 8
 

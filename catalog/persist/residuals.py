@@ -40,6 +40,9 @@ _READERS: Final = 2
 #: Tables whose rows of the full stay in memory: those of the groups in work.
 _TABLES_AT_ONCE: Final = 2
 
+#: Residuals of a block that are kept from their first read to their second one.
+_KEPT_BYTES: Final = 64 << 20
+
 
 def residuals_to(base: Tensor, rows: Tensor) -> Tensor:
     """Return what is quantized of rows, f32 [n, dim]; NaN in a row that MUST be stored exactly.
@@ -50,11 +53,27 @@ def residuals_to(base: Tensor, rows: Tensor) -> Tensor:
     """
     lower = base.to(torch.float32)
     residuals = rows.to(torch.float32) - lower
-    greatest = lower.abs().amax(dim=1) + _MOST_ERROR * residuals.abs().amax(dim=1)
-    is_constant = (rows == rows[:, :1]).all(dim=1)
-    is_exact = is_constant | ~(greatest <= torch.finfo(rows.dtype).max)
-    residuals[is_exact] = torch.nan
+    if not rows.numel():
+        return residuals
+    most = torch.finfo(rows.dtype).max
+    # Rows are looked at one by one only where all together do not pass, and where the ends of a row
+    # are equal: both are rare.
+    if not float(_greatest(lower, dim=None) + _MOST_ERROR * _greatest(residuals, dim=None)) <= most:
+        greatest = _greatest(lower, dim=1) + _MOST_ERROR * _greatest(residuals, dim=1)
+        residuals[~(greatest <= most)] = torch.nan
+    may_be_constant = torch.nonzero(rows[:, 0] == rows[:, -1]).flatten()
+    candidates = rows[may_be_constant]
+    is_constant = (candidates == candidates[:, :1]).all(dim=1)
+    residuals[may_be_constant[is_constant]] = torch.nan
     return residuals
+
+
+def _greatest(values: Tensor, dim: int | None) -> Tensor:
+    """Return the greatest absolute value, of all or of each row; NaN if there is a NaN."""
+    if dim is None:
+        least, most = values.aminmax()
+        return torch.maximum(-least, most)
+    return values.abs().amax(dim=dim)
 
 
 def staged_ids(staged: StagedJob, table: int, spans: Sequence[range]) -> Tensor:
@@ -196,11 +215,22 @@ class BlockResiduals:
         staged: the job.
         block: the block.
         residuals: the rows of the full.
+        are_read_twice: whether rows are read once more, in the same ranges; as many as fit into
+            64 MiB are kept for that.
     """
 
-    def __init__(self, staged: StagedJob, block: RowBlock, residuals: ResidualRows) -> None:
+    def __init__(
+        self,
+        staged: StagedJob,
+        block: RowBlock,
+        residuals: ResidualRows,
+        *,
+        are_read_twice: bool = False,
+    ) -> None:
         self._staged, self._block, self._residuals = staged, block, residuals
         self._values = BlockRows(staged, block, values_name(block.table))
+        self._kept: dict[range, Tensor] = {}
+        self._room_bytes = _KEPT_BYTES if are_read_twice else 0
 
     def read(self, rows: range) -> Tensor:
         """Return the residuals of some of the rows, f32 [n, dim], as `ResidualRows.of`.
@@ -212,6 +242,14 @@ class BlockResiduals:
             MalformedObject, StagingError: as `staged_ids`.
             RecpointError: as `ResidualRows.of`.
         """
+        kept = self._kept.pop(rows, None)
+        if kept is not None:
+            self._room_bytes += kept.nbytes
+            return kept
         first, table = self._block.first, self._block.table
         ids = staged_ids(self._staged, table, [range(first + rows.start, first + rows.stop)])
-        return self._residuals.of(table, ids, self._values.read(rows))
+        residuals = self._residuals.of(table, ids, self._values.read(rows))
+        if residuals.nbytes <= self._room_bytes:
+            self._room_bytes -= residuals.nbytes
+            self._kept[rows] = residuals
+        return residuals

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from recpoint.catalog.restore.chunks import StoredRows
+from recpoint.catalog.restore.row_places import row_places
 from recpoint.catalog.run.lineage import Representation
 from recpoint.errors import MalformedObject
 from recpoint.format.dtypes import item_bytes, torch_dtype
 from recpoint.format.manifest import ChunkEntry, Manifest, TableSpec
-from recpoint.kernels import quantize
+from recpoint.kernels import quantize, row_gather
 
 __all__ = ["BaseRows", "base_entries", "decoded_values", "sum_of"]
 
@@ -100,18 +101,17 @@ class BaseRows:
         shape = (ids.numel(), self._spec.dim)
         values = torch.empty(shape, dtype=torch_dtype(self._spec.dtype), device="cpu")
         rows_added = 0
-        for part in self._parts:
-            span = torch.tensor([int(part.rows[0]), int(part.rows[-1]) + 1], device="cpu")
-            first, stop = torch.searchsorted(ids, span).tolist()
-            if first == stop:
+        for part, found in zip(
+            self._parts, row_places([part.rows for part in self._parts], ids), strict=True
+        ):
+            if not found.ids.numel():
                 continue
-            positions, is_in_part = _positions(part.rows, ids[first:stop])
             if part.first is None:
-                rows = decoded_values(part.chosen(positions), self._spec)
+                rows = decoded_values(part.chosen(found.rows), self._spec)
             else:
-                own_ids = ids[first:stop][is_in_part] + self._wanted_rows.start
+                own_ids = ids[found.ids] + self._wanted_rows.start
                 rows = part.first.rows(self._spec, own_ids)
-            values[first:stop][is_in_part] = rows
+            row_gather.scatter(rows.contiguous(), found.ids, values)
             rows_added += len(rows)
         if rows_added != ids.numel():
             raise MalformedObject(
@@ -155,12 +155,3 @@ class BaseRows:
         return quantize.dequantize_packed(
             stored.values, stored.scale, stored.offset, dim=self._spec.dim, bits=stored.bits
         )
-
-
-def _positions(rows: range | Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the positions in `rows` of those `ids` that are there, and which ids these are."""
-    if isinstance(rows, range):
-        return ids - rows.start, torch.ones(ids.numel(), dtype=torch.bool, device="cpu")
-    positions = torch.searchsorted(rows, ids).clamp(max=rows.numel() - 1)
-    is_in_rows = rows[positions] == ids
-    return positions[is_in_rows], is_in_rows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from tests.catalog_builder import Table, new_run
 from tests.consolidation import restored
 from tests.fault.kill_points import at_every_step
 from tests.job_builder import Links, stage
+from tests.mixed_table import mixed_table
 from tests.persist_process import persist_in_process
 
 pytestmark = pytest.mark.nightly("kills")
@@ -23,7 +25,20 @@ pytestmark = pytest.mark.nightly("kills")
 ROWS, DIM = 60, 6
 
 
-def values_after(folder: Path, die: int | None) -> tuple[bool, Tensor]:
+def one_width(random: torch.Generator) -> Table:
+    return Table("items", torch.randn(ROWS, DIM, generator=random), bits=3, residual=True)
+
+
+def a_width_for_each_row(random: torch.Generator) -> Table:
+    """As `Loss` has rows stored; the agent finds a lower price for the residuals."""
+    table = mixed_table(ROWS, DIM, price=2.0**-34)
+    table.residual = True
+    return table
+
+
+def values_after(
+    folder: Path, table_of: Callable[[torch.Generator], Table], die: int | None
+) -> tuple[bool, Tensor]:
     """Store a full and two increments; the agent of the first dies at a step.
 
     Returns:
@@ -32,7 +47,7 @@ def values_after(folder: Path, die: int | None) -> tuple[bool, Tensor]:
     run = new_run(folder / "run")
     run.claim(None)
     random = torch.Generator().manual_seed(3)
-    table = Table("items", torch.randn(ROWS, DIM, generator=random), bits=3, residual=True)
+    table = table_of(random)
     table.values[4, 1] = torch.nan
     links, killed = Links(), False
     for number, step in enumerate((10, 20, 30)):
@@ -61,11 +76,12 @@ def values_after(folder: Path, die: int | None) -> tuple[bool, Tensor]:
     return killed, restored(run, run.manifest(30, 1))[0].tables["items"].values
 
 
-def test_at_every_step(tmp_path: Path) -> None:
-    _, expected = values_after(tmp_path / "whole", None)
+@pytest.mark.parametrize("table_of", [one_width, a_width_for_each_row])
+def test_at_every_step(tmp_path: Path, table_of: Callable[[torch.Generator], Table]) -> None:
+    _, expected = values_after(tmp_path / "whole", table_of, None)
 
     def attempt(die: int) -> bool:
-        killed, values = values_after(tmp_path / str(die), die)
+        killed, values = values_after(tmp_path / str(die), table_of, die)
         assert torch.equal(values.view(torch.int32), expected.view(torch.int32))
         return killed
 

@@ -116,7 +116,7 @@ def test_residuals_of_any_mix_of_widths(
     assert validated.rows_compared > 200
 
 
-@pytest.mark.parametrize("price", [2.0**-10, 2.0**-30], ids=("as measured", "lowered"))
+@pytest.mark.parametrize("price", [2.0**-10, 2.0**-34], ids=("as measured", "lowered"))
 def test_residuals_have_the_widths_of_their_price(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, price: float
 ) -> None:
@@ -128,7 +128,8 @@ def test_residuals_have_the_widths_of_their_price(
     training.persist()
     base = restored(run, run.manifest(10, 1))[0].tables["items"].values
     ids = torch.arange(3, table.rows, 2)
-    table.values[ids] += 0.05 * torch.randn(len(ids), table.dim)
+    random = torch.Generator().manual_seed(5)
+    table.values[ids] += 0.05 * torch.randn(len(ids), table.dim, generator=random)
     increment = training.persist(dirty=ids)
     rows, residuals = table.values[ids], residuals_to(base[ids], table.values[ids])
     importance = row_widths.importance(table.states[1][ids], SCALE)
