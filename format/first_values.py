@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from functools import lru_cache
 from typing import Annotated, Any, Final, Literal, Self
 
 import numpy as np
@@ -112,7 +113,7 @@ def uniform_values(
     The hash is SplitMix64 (Steele et al., OOPSLA 2014); its upper 24 bits give the value.
     """
     values = torch.empty(len(ids), len(columns), dtype=dtype, device="cpu")
-    seed = mixed(np.array([key], np.uint64))
+    seed = _hash_of(key)
     offsets: Words = np.arange(columns.start + 1, columns.stop + 1, dtype=np.uint64) + seed
     first_words: Words = ids.numpy().astype(np.uint64) * np.uint64(row_values)
     rows_each = max(1, _PASS_VALUES // max(1, len(columns)))
@@ -125,6 +126,11 @@ def uniform_values(
         # To narrower dtypes than F32 by way of F32, as torch goes.
         values[part] = computed if dtype == torch.float64 else computed.to(torch.float32)
     return values
+
+
+@lru_cache
+def _hash_of(key: int) -> Words:
+    return mixed(np.array([key], np.uint64))
 
 
 def mixed(words: Words) -> Words:

@@ -27,6 +27,10 @@ def require_integers(name: str, values: Tensor) -> None:
     Raises:
         ValueError: names the argument and what is expected.
     """
+    # Lookups of keyed tables pass here many times; int64 is never a lazy view.
+    if values.dtype is torch.int64 and values.dim() == 1 and values.is_cpu:
+        if values.is_contiguous():
+            return
     require(name, values, torch.int64, 1)
     if not values.is_cpu:
         raise ValueError(f"{name}: device {values.device}, expected cpu")

@@ -128,7 +128,7 @@ class KeySlots:
         slots = self._map.find(keys)
         if bool(slots.all()):
             self._mark(slots)
-            self._use(slots)
+            self._order.use(slots, self.steps)
         else:
             self._give_slots(keys, slots)
         return slots
@@ -230,61 +230,62 @@ class KeySlots:
             keys: int64 [n].
             slots: int64 [n], the slots of the keys, or 0; those of new keys are written into it.
         """
-        places = torch.nonzero(slots == 0).view(-1)
-        missing_keys = keys[places]
-        missing = torch.unique(missing_keys)
+        missing = self._map.missing(keys, slots)
         new_keys = self._gate.admitted(missing, self.steps)
         count, missing_count = new_keys.numel(), missing.numel()
         values = self.rows.first_values(new_keys) if count else None
         self._mark(slots)
-        leaving = self._leaving(count, slots)
+        leaving = self._use(slots, count)
         self._gate.count(missing)
         self.refused += missing_count - count
-        if values is None:
-            self._use(slots)
-            return
-        new_slots = self._replace(leaving, new_keys, values)
-        slots.index_copy_(0, places, self._map.find(missing_keys))
-        self._use(slots)
-        self._order.join(new_slots)
-        self._end_change()
+        if values is not None:
+            self._replace(leaving, new_keys, values)
+            self._map.find_missing(keys, slots)
 
-    def _leaving(self, new_count: int, used_slots: Tensor) -> Tensor:
-        """Return the slots whose rows leave for new keys, none of them among `used_slots`.
+    def _use(self, slots: Tensor, new_count: int) -> Tensor:
+        """Use the slots of a lookup, and return those whose rows leave for its new keys.
 
         Rows that were used since the last optimizer step stay, so an open backward pass finds them.
+
+        Args:
+            slots: int64 [n], of the keys that have slots; 0 for others.
+            new_count: how many keys need a slot.
 
         Raises:
             SettingsError: too few rows may leave. Nothing has changed.
         """
-        last_use = self.row_states[LAST_USE]
         count = new_count - (self.capacity_rows - len(self._map))
         if count <= 0:
-            return last_use[:0]
-        used_before = last_use[used_slots]
-        last_use.index_fill_(0, used_slots, self.steps)
-        last_use[0] = -1
+            self._order.use(slots, self.steps)
+            return slots[:0]
+        changing = [state for name, state in self.row_states.items() if name != KEY]
+        before = [state.index_select(0, slots) for state in changing]
+        self._order.use(slots, self.steps)
         leaving = self._order.least(count, before=self.steps)
         if leaving.numel() < count:
-            last_use.index_copy_(0, used_slots, used_before)
-            self._order = self._new_order()  # which must not see a last use go back
+            for state, entries in zip(changing, before, strict=True):
+                state.index_copy_(0, slots, entries)
+            self._order.join(slots)
             raise self._too_many(new_count, new_count - count + leaving.numel())
         return leaving
 
-    def _replace(self, leaving: Tensor, new_keys: Tensor, values: Tensor) -> Tensor:
-        """Give new keys the slots that leave, and the lowest free ones; return these slots."""
-        slots = self._map.free_slots(new_keys.numel() - leaving.numel())
-        if leaving.numel():
-            slots = torch.cat([leaving, slots]).sort().values
+    def _replace(self, leaving: Tensor, new_keys: Tensor, values: Tensor) -> None:
+        """Give new keys the slots that leave, and the lowest free ones, in the order of slots."""
+        slots, free_count = leaving, new_keys.numel() - leaving.numel()
+        if free_count:
+            slots = torch.cat([leaving, self._map.free_slots(free_count)])
+        slots = slots.sort().values
         self._begin_change(slots)
         if leaving.numel():
-            self._map.remove(self.row_states[KEY][leaving])
+            self._map.remove(self.row_states[KEY].index_select(0, leaving))
             self.rows.drop_gradients(leaving)
         self.rows.put(slots, values)
         self._map.insert(new_keys, slots)
+        self._order.use(slots, self.steps)
+        self._order.join(slots)
         self.inserted += new_keys.numel()
         self.evicted += leaving.numel()
-        return slots
+        self._end_change()
 
     def _evict(self, slots: Tensor) -> None:
         self._empty(slots)
@@ -340,17 +341,6 @@ class KeySlots:
     def _new_order(self) -> KeyOrder:
         states = self.row_states
         return KeyOrder(states[KEY], states[LAST_USE], states.get(USES))
-
-    def _use(self, slots: Tensor) -> None:
-        """Take note that a lookup uses slots, int64 [n]; they may come several times, or be 0."""
-        last_use = self.row_states[LAST_USE]
-        last_use.index_fill_(0, slots, self.steps)
-        last_use[0] = -1
-        uses = self.row_states.get(USES)
-        if uses is not None:
-            # A slot that comes several times gets the same count each time.
-            uses.index_copy_(0, slots, uses[slots] + 1)
-            uses[0] = 0
 
     def _mark(self, slots: Tensor) -> None:
         if self.marker is not None:

@@ -83,7 +83,9 @@ class SlotValues:
     def put(self, slots: Tensor, values: Tensor) -> None:
         """Write the values of rows: [n, dim] for slots, int64 [n]."""
         weight = self.weight.data
-        weight.index_copy_(0, slots.to(weight.device), values.to(weight.device))
+        if not weight.is_cpu:
+            slots, values = slots.to(weight.device), values.to(weight.device)
+        weight.index_copy_(0, slots, values)
 
     def empty(self, slots: Tensor) -> None:
         """Write zeros into slots, int64 [n]."""
