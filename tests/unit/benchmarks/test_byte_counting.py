@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from benchmarks import stored_sizes
+from benchmarks.byte_sources import RowForms
 from benchmarks.coded_chain import Rule, TableCopy, chain_rows
 from benchmarks.dirty_trace import fleet_masks, replay, rows_since
+from benchmarks.measured_mix import drawn_forms
 from benchmarks.row_wise import RowWiseAdagrad
 from benchmarks.stored_sizes import EXACT, NARROW, WIDE, MergedFull, check, form_of, stored_parts
 from recpoint import Consecutive, Continuous, OneShot
@@ -115,6 +117,20 @@ def test_rows_with_widths_of_their_own_are_counted(
     form[ids.numpy()] = chain.increment_forms
     assert len(set(chain.increment_forms.tolist())) >= (3 if residual else 5)
     check(job, manifest, [ids.numpy()], [form])
+
+
+def test_increments_have_the_forms_of_the_nearest_share() -> None:
+    full, few, many = ((np.full(3, form, np.uint8),) for form in (1, 2, 3))
+    forms = RowForms(full, ((0.25, few), (0.5, many)))
+    assert [forms.of_increment(share)[0][0] for share in (0.1, 0.37, 0.38, 0.9)] == [2, 2, 3, 3]
+    assert RowForms(full).of_increment(0.4)[0][0] == 1
+
+
+def test_forms_are_drawn_with_their_shares() -> None:
+    shares = np.array([0.25, 0.0, 0.7, 0.0, 0.05, *[0.0] * 8])
+    drawn = drawn_forms(shares, 100_000, seed=1)
+    assert np.bincount(drawn, minlength=13) / 1e5 == pytest.approx(shares, abs=0.005)
+    assert set(drawn.tolist()) == {0, 2, 4}
 
 
 def test_a_count_of_other_rows_is_refused(tmp_path: Path) -> None:
