@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from recpoint import Checkpointer
+from recpoint import Checkpointer, KeyedEmbedding
 from recpoint.catalog.restore.keyed_rows import KEY, LAST_USE
+from recpoint.embeddings import Uniform
 from recpoint.embeddings.tables.optimizers import row_states
 from recpoint.format import state_tree
 from tests.flat_settings import arguments
-from tests.keyed_reference import DictEmbedding
 from tests.training_builder import Place, seed_everything
 
 __all__ = ["DIM", "OPTIMIZERS", "KeyedReader", "KeyedTraining", "keyed_checkpointer", "rows_by_key"]
@@ -62,9 +62,11 @@ class KeyedReader:
 class KeyedModel(nn.Module):
     """A keyed table and a plain one under a dense layer."""
 
-    def __init__(self, capacity_rows: int, *, sparse: bool) -> None:
+    def __init__(self, capacity_rows: int, *, sparse: bool, **rules: Any) -> None:
         super().__init__()
-        self.users = DictEmbedding(capacity_rows, DIM, sparse=sparse)
+        self.users = KeyedEmbedding(
+            DIM, capacity_rows, sparse=sparse, initial=Uniform(seed=3), name="users", **rules
+        )
         self.items = nn.Embedding(9, DIM, sparse=sparse)
         self.top = nn.Linear(DIM, 1)
 
@@ -80,19 +82,24 @@ class KeyedTraining:
         capacity_rows: slots of the table.
         optimizer: key of `OPTIMIZERS`.
         sparse: whether gradients of tables are sparse.
+        rules: rules of admission and eviction.
     """
 
     def __init__(
-        self, capacity_rows: int = 20, *, optimizer: str = "adagrad", sparse: bool = False
+        self,
+        capacity_rows: int = 20,
+        *,
+        optimizer: str = "adagrad",
+        sparse: bool = False,
+        **rules: Any,
     ) -> None:
         seed_everything(1)
-        self.model = KeyedModel(capacity_rows, sparse=sparse)
+        self.model = KeyedModel(capacity_rows, sparse=sparse, **rules)
         tables = [self.model.users.weight, self.model.items.weight]
         self.optimizers = [
             OPTIMIZERS[optimizer](tables, sparse),
             torch.optim.SGD(self.model.top.parameters(), lr=0.1),
         ]
-        self.model.users.slots.follow(self.optimizers[0])
         self.reader = KeyedReader()
 
     def forward(self) -> None:

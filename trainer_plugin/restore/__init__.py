@@ -3,6 +3,7 @@
 The input is a run and a request; the output is a restored model and a generation. Read the modules
 in this order: `start` (restores all ranks and takes over the run), `together` (the same checkpoint
 on all ranks), `rewinds` (back to a checkpoint in the same process), `start_log` (what people are
-told), `parts` (named parts of a checkpoint), `growth` (rows that the checkpoint lacks) and `target`
-(where restored rows and states go).
+told), `parts` (named parts of a checkpoint), `growth` (rows that the checkpoint lacks),
+`moved_keys` and `unkeyed_rows` (keyed tables of other slots, and from and to plain tables) and
+`target` (where restored rows and states go).
 """

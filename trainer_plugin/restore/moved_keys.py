@@ -1,4 +1,4 @@
-"""Restores a keyed table from another number of slots, or from the rows of a plain table.
+"""Restores a keyed table from another number of slots, or from a plain table, and back.
 
 The rows of the checkpoint are read into tensors of their own, and then go to the slots that they
 have here:
@@ -6,6 +6,7 @@ have here:
 - A slot that the table has keeps its number. Keys of higher slots take the lowest free ones.
 - If the table has fewer slots than keys, the rule of eviction decides which keys leave.
 - A plain table's row i is that of key i. No key has been used yet, so the least keys leave first.
+- Of a keyed table, a plain one takes the rows of keys that are its row numbers.
 """
 
 from __future__ import annotations
@@ -16,15 +17,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from recpoint.catalog.restore.keyed_rows import KEY, KEYED_STATES, LAST_USE, has_keys, used_rows
 from recpoint.catalog.restore.placement import TablePart
 from recpoint.catalog.restore.rows import LogicalTable
-from recpoint.embeddings.tables.tables import Table
+from recpoint.embeddings.tables.tables import ModuleTable, Table
 from recpoint.format.dtypes import torch_dtype
 from recpoint.trainer_plugin import mismatches
 from recpoint.trainer_plugin.integrations.keyed import KeyedSource, KeyedTable
 from recpoint.trainer_plugin.mismatches import Mismatch
+from recpoint.trainer_plugin.restore.growth import Growth
+from recpoint.trainer_plugin.restore.unkeyed_rows import place_rows_of_keys
 
 __all__ = ["MovedKeys"]
 
@@ -37,12 +41,20 @@ class MovedKeys:
     Args:
         tables: tables of the model.
         stored_tables: tables of the checkpoint, by name.
+        growth: has the rules for rows whose keys the checkpoint lacks.
 
     Attributes:
         names: name of each such table -> its rows in the checkpoint.
+        unkeyed: plain tables here that are keyed in the checkpoint, by name.
     """
 
-    def __init__(self, tables: Sequence[Table], stored_tables: Mapping[str, LogicalTable]) -> None:
+    def __init__(
+        self,
+        tables: Sequence[Table],
+        stored_tables: Mapping[str, LogicalTable],
+        growth: Growth,
+    ) -> None:
+        self._growth = growth
         self._tables = {
             table.name: table
             for table in tables
@@ -56,13 +68,31 @@ class MovedKeys:
             for name, table in self._tables.items()
             if stored_tables[name].rows != table.rows or not self._has_keys(name)
         }
+        self.unkeyed = {
+            table.name: table
+            for table in tables
+            if table.name in stored_tables
+            and table.name not in self._tables
+            and self._has_keys(table.name)
+        }
+        self.names |= {name: stored_tables[name].rows for name in self.unkeyed}
 
     def _has_keys(self, name: str) -> bool:
         return has_keys([state.name for state in self._stored[name].row_states])
 
     def differences(self) -> list[Mismatch]:
-        """Return the keyed tables whose row states of keys are others than in the checkpoint."""
-        differences = []
+        """Return the keyed tables whose row states of keys are others than in the checkpoint.
+
+        Also tables that have keys there, and here are sharded, in a cache or of a library.
+        """
+        differences = [
+            Mismatch(
+                f"table {name!r} has keys in the checkpoint, and is no whole plain table here",
+                mismatches.KEYED_SETTINGS,
+            )
+            for name, table in self.unkeyed.items()
+            if type(table) is not ModuleTable
+        ]
         for name, table in self._tables.items():
             stored_names = {
                 state.name for state in self._stored[name].row_states if state.name in KEYED_STATES
@@ -113,20 +143,39 @@ class MovedKeys:
             for name in self.names
             if not self._has_keys(name)
         }
-        if not begun:
-            return saved
-        sources = saved["sources"]
-        stored_states = sources.get(KeyedSource.name, [{}])[0]
-        return {**saved, "sources": {**sources, KeyedSource.name: [{**stored_states, **begun}]}}
+        sources = dict(saved["sources"])
+        states = {**sources.pop(KeyedSource.name, [{}])[0], **begun}
+        for name in self.unkeyed:
+            states.pop(name, None)
+        if states:
+            sources[KeyedSource.name] = [states]
+        return {**saved, "sources": sources}
 
-    def place(self, row_states: Mapping[str, Mapping[str, Tensor]]) -> None:
+    def place(
+        self,
+        row_states: Mapping[str, Mapping[str, Tensor]],
+        optimizers: Sequence[Optimizer],
+    ) -> None:
         """Give each table its rows, row states and keys, after all rows were read.
 
         Args:
             row_states: parameter name -> name -> row state that the optimizer gets, [rows, ...].
+            optimizers: the optimizers.
+
+        Raises:
+            IncompatibleModel: a plain table here has not the rows of the keys there.
         """
-        for name in self.names:
+        for name in self.names.keys() & self._tables.keys():
             self._place(self._tables[name], row_states[self._tables[name].parameter_name])
+        for name, table in self.unkeyed.items():
+            place_rows_of_keys(
+                table,
+                self._values.pop(name),
+                self._states.pop(name),
+                row_states[table.parameter_name],
+                rule=self._growth.rule(name),
+                optimizers=optimizers,
+            )
 
     @torch.no_grad()
     def _place(self, table: KeyedTable, row_states: Mapping[str, Tensor]) -> None:

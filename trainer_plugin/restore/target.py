@@ -85,7 +85,7 @@ class ModelTarget:
         self.imported: str | None = None
         self.batches_done = 0
         self._lacked_states: list[Mismatch] = []
-        self._moved = MovedKeys((), {})
+        self._moved = MovedKeys((), {}, self._growth)
 
     @property
     def keeps_rows(self) -> bool:
@@ -95,8 +95,13 @@ class ModelTarget:
     def begin(self, manifest: Manifest) -> Sequence[TableTarget | RowSink | None]:
         """Check tables and row states, and return where rows go; see `RestoreTarget.begin`."""
         stored_tables = logical_tables(manifest.tables)
-        grown = self.grown = self._growth.grown(stored_tables)
-        self._moved = MovedKeys(self._tables, stored_tables)
+        self._moved = MovedKeys(self._tables, stored_tables, self._growth)
+        unmoved_tables = {
+            name: stored
+            for name, stored in stored_tables.items()
+            if name not in self._moved.unkeyed
+        }
+        grown = self.grown = self._growth.grown(unmoved_tables)
         differences = table_differences(
             self._tables,
             stored_tables,
@@ -206,7 +211,7 @@ class ModelTarget:
             if table.name in self.grown and not table.cached:
                 states = self._rows[table.parameter_name]
                 self._growth.begin_rows(table, states, self.grown[table.name])
-        self._moved.place(self._rows)
+        self._moved.place(self._rows, self._state.optimizers.optimizers)
         # Afterwards, because a rule for first values may draw from the generators.
         self.batches_done = self._state.restore(
             saved, self._rows, ranks=self._count, attempt=manifest.attempt

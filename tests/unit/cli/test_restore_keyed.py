@@ -40,9 +40,9 @@ def test_a_table_has_a_column_of_keys(
     path = tmp_path / "users.parquet"
     assert not recpoint("restore", place.run, "--to", path, "--table", "users").code
     frame = pandas.read_parquet(path)
-    assert list(frame["key"]) == sorted(slots.map)
+    assert list(frame["key"]) == training.model.users.keys().tolist()
     assert "row" not in frame and KEY not in frame
-    rows = slots.find(torch.tensor(sorted(slots.map)))
+    rows = slots.find(torch.tensor(training.model.users.keys().tolist()))
     values = frame[[f"value.{column}" for column in range(weight.shape[1])]].to_numpy(copy=True)
     assert torch.equal(torch.from_numpy(values), weight[rows])
     assert list(frame[LAST_USE]) == slots.row_states[LAST_USE][rows].tolist()
@@ -71,7 +71,7 @@ def test_show_and_list_say_what_the_keys_did(
     training, place = trained
     slots = training.model.users.slots
     counts = {
-        "used": len(slots.map),
+        "used": slots.rows_used,
         "inserted": slots.inserted,
         "evicted": slots.evicted,
         "refused": 0,

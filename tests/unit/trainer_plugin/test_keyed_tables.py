@@ -6,7 +6,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from recpoint import Checkpointer, Follower, Lookahead, Loss
+from recpoint import (
+    Checkpointer,
+    Follower,
+    LeastRecent,
+    LeastUsed,
+    Lookahead,
+    Loss,
+    Probability,
+)
 from recpoint.catalog.check.validate import validate
 from recpoint.catalog.restore.order import Selection
 from recpoint.catalog.restore.restore import MemoryTarget, restore
@@ -139,10 +147,11 @@ def test_a_cut_between_forward_and_step_has_no_state_of_the_key_before(place: Pl
             training.batch()
             ckpt.step()
         slots = training.model.users.slots
-        earlier_map, evicted = dict(slots.map), slots.evicted
+        earlier_keys, evicted = set(training.model.users.keys().tolist()), slots.evicted
         training.forward()
         assert slots.evicted > evicted
-        new_slots = {slot for key, slot in slots.map.items() if key not in earlier_map}
+        new_keys = set(training.model.users.keys().tolist()) - earlier_keys
+        new_slots = slots.find(torch.tensor(sorted(new_keys)))
         commit(ckpt, place)
     target = MemoryTarget(["users"])
     run = Run.open(open_store(place.run))
@@ -152,7 +161,7 @@ def test_a_cut_between_forward_and_step_has_no_state_of_the_key_before(place: Pl
     states = {state.name: tensor for state, tensor in stored_states if tensor is not None}
     live_states = training.optimizers[0].state[training.model.users.weight]
     assert torch.equal(states["sum"], live_states["sum"])
-    assert bool((states["sum"][sorted(new_slots)] == 0.25).all())
+    assert bool((states["sum"][new_slots] == 0.25).all())
 
 
 def test_keys_are_deleted_and_marked_by_key(place: Place) -> None:
@@ -163,7 +172,7 @@ def test_keys_are_deleted_and_marked_by_key(place: Place) -> None:
             training.batch()
             ckpt.step()
         slots = training.model.users.slots
-        deleted = torch.tensor(sorted(slots.map)[:3] + [10**12])
+        deleted = torch.cat([training.model.users.keys()[:3], torch.tensor([10**12])])
         ckpt.delete_rows("users", deleted)
         assert not slots.find(deleted).any()
         training.batch()
@@ -171,7 +180,7 @@ def test_keys_are_deleted_and_marked_by_key(place: Place) -> None:
         commit(ckpt, place)
         expected = rows_by_key(training)
         ckpt.mark("users", torch.tensor([10**12]))
-        ckpt.mark("users", torch.tensor(sorted(slots.map)))
+        ckpt.mark("users", training.model.users.keys())
         with pytest.raises(ValueError, match="int64"):
             ckpt.delete_rows("users", torch.tensor([1.0]))
     resumed = KeyedTraining(20)
@@ -182,13 +191,16 @@ def test_keys_are_deleted_and_marked_by_key(place: Place) -> None:
 
 def test_other_rules_are_refused_by_name(place: Place) -> None:
     train(KeyedTraining(20), place, 2, 2)
-    other = KeyedTraining(20)
-    other.model.users.slots.settings = {"evict": "least used"}
-    with (
-        keyed_checkpointer(other, place) as ckpt,
-        pytest.raises(IncompatibleModel, match="has evict least used here and least recent"),
+    for rules, match in (
+        ({"evict": LeastRecent(ttl_batches=5)}, "'users' has evict .*5} here and .*None}"),
+        ({"admit": Probability(share=0.5)}, "'users' has admit .*Probability"),
+        ({"evict": LeastUsed()}, "has the row states .*keyed.uses"),
     ):
-        ckpt.restore()
+        with (
+            keyed_checkpointer(KeyedTraining(20, **rules), place) as ckpt,
+            pytest.raises(IncompatibleModel, match=match),
+        ):
+            ckpt.restore()
 
 
 @pytest.mark.parametrize(
@@ -242,3 +254,101 @@ def test_parts_of_a_keyed_table_are_not_loaded(place: Place) -> None:
         pytest.raises(IncompatibleModel, match="has keys, and its values alone"),
     ):
         ckpt.restore(partial={"tables": ["users"]})
+
+
+@pytest.mark.parametrize("residual", [False, True], ids=["rows", "residuals"])
+def test_rounded_rows_keep_their_keys(place: Place, residual: bool) -> None:
+    """Of residuals, the row in the full may be another key's."""
+    settings = {"bits": 4, "residual": residual, "policy": "consecutive"}
+    training = KeyedTraining(12)
+    train(training, place, 12, 3, **settings)
+    run = Run.open(open_store(place.run))
+    newest = run.manifest(12, 1)
+    assert newest.kind == "increment"
+    schemes = {chunk.scheme for chunk in newest.chunks}
+    assert ("residual" in schemes) is residual
+    assert validate(run, ManifestName(12, 1), level="full").passed
+    merge(run, newest)
+    assert validate(run, ManifestName(12, 1), level="full").passed
+    resumed = KeyedTraining(12)
+    with keyed_checkpointer(resumed, place, **settings) as ckpt:
+        ckpt.restore()
+        stored, restored = rows_by_key(training), rows_by_key(resumed)
+        assert {key: row[0] for key, row in restored.items()} == {
+            key: row[0] for key, row in stored.items()
+        }
+        for key, row in restored.items():
+            assert torch.allclose(torch.tensor(row[1]), torch.tensor(stored[key][1]), atol=0.2)
+
+
+def test_a_full_is_copied_before_its_cut(place: Place) -> None:
+    uninterrupted = KeyedTraining(12)
+    for _ in range(14):
+        uninterrupted.batch()
+    for last in (9, 14):
+        training = KeyedTraining(12)
+        with (
+            place.agent(),
+            keyed_checkpointer(
+                training, place, interval_batches=4, copy_fulls_ahead=3, when_busy="wait"
+            ) as ckpt,
+        ):
+            ckpt.restore()
+            while ckpt.batches_done < last:
+                training.batch()
+                ckpt.step()
+    assert Run.open(open_store(place.run)).manifest(4, 1).copied_ahead is not None
+    assert everything(training) == everything(uninterrupted)
+
+
+def plain_training(rows: int) -> KeyedTraining:
+    """Return the training with a plain table in place of the keyed one."""
+    training = KeyedTraining()
+    users = nn.Embedding(rows, DIM)
+    training.model.add_module("users", users)
+    training.optimizers[0] = OPTIMIZERS["adagrad"](
+        [users.weight, training.model.items.weight], False
+    )
+    training.reader = BelowFifteen()
+    return training
+
+
+def test_a_keyed_table_becomes_a_plain_one_of_its_keys(place: Place) -> None:
+    keyed = KeyedTraining(20)
+    keyed.reader = BelowFifteen()
+    train(keyed, place, 3, 3)
+    rows = rows_by_key(keyed)
+    assert 0 < len(rows) < 15
+    rule = Uniform(seed=9)
+    plain = plain_training(15)
+    with keyed_checkpointer(plain, place, grow={"users": rule}) as ckpt:
+        ckpt.restore()
+        weight = plain.model.users.weight
+        sums = plain.optimizers[0].state[weight]["sum"]
+        first = rule("users", torch.arange(15), DIM, torch.float32)
+        for key in range(15):
+            expected = rows[key][1:] if key in rows else [first[key].tolist(), [0.25] * DIM]
+            assert [weight[key].tolist(), sums[key].tolist()] == expected
+        plain.batch()
+        ckpt.step()
+        commit(ckpt, place)
+    assert Run.open(open_store(place.run)).manifest(4, 2).kind == "full"
+    again = plain_training(15)
+    with keyed_checkpointer(again, place) as ckpt:
+        ckpt.restore()
+        assert torch.equal(again.model.users.weight, weight)
+
+
+@pytest.mark.parametrize(
+    ("table_rows", "match"),
+    [(15, r"no row of \d+ of its keys"), (2, "keys that are no rows of it")],
+)
+def test_a_plain_table_of_other_keys_is_refused(place: Place, table_rows: int, match: str) -> None:
+    keyed = KeyedTraining(20)
+    keyed.reader = BelowFifteen()
+    train(keyed, place, 3, 3)
+    with (
+        keyed_checkpointer(plain_training(table_rows), place) as ckpt,
+        pytest.raises(IncompatibleModel, match=match),
+    ):
+        ckpt.restore()
