@@ -1,20 +1,21 @@
-"""Measures keyed tables: finding slots, counting keys, saying which rows leave, and training."""
+"""Measures keyed tables: finding slots, who leaves, training, and what eviction costs in loss."""
 
 from __future__ import annotations
 
-from benchmarks import key_eviction, key_map, keyed_training
+from benchmarks import key_eviction, key_map, keyed_quality, keyed_training
 from benchmarks.report import Report
 
 __all__ = ["KEYS", "run"]
 
-KEYS = (*key_map.KEYS, *key_eviction.KEYS, *keyed_training.KEYS)
+KEYS = (*key_map.KEYS, *key_eviction.KEYS, *keyed_training.KEYS, *keyed_quality.KEYS)
 
 
 def run(*, smoke: bool) -> Report:
-    """Measure the map, the sketch, the order of eviction, and training."""
+    """Measure the map, the sketch, the order of eviction, training, and its loss."""
     report = Report(name="keyed", columns=("does", "slots", "key_map", "sorted arrays", "dict"))
     key_map.measure(report, smoke=smoke)
     key_eviction.measure(report, smoke=smoke)
     keyed_training.measure(report, smoke=smoke)
+    keyed_quality.measure(report, smoke=smoke)
     report.notes.append("The table: millions in a second of one core, in batches of 50,000 keys.")
     return report

@@ -18,6 +18,10 @@ __all__ = ["Admission", "EachKey", "KeyGate", "Probability", "Seen"]
 
 #: Columns of a sketch: as many as the table has rows, but not fewer.
 _FEWEST_COLUMNS: Final = 1024
+_COLUMNS_PER_ROW: Final = 4
+#: Counts are halved after so many lookups. With fewer, keys that come as often as the last rows of
+#: a table never reach a count of ten. With more, tail keys that share all counts are admitted.
+_LOOKUPS_PER_COLUMN: Final = 2
 
 
 class KeyGate(Protocol):
@@ -73,9 +77,9 @@ class Seen:
     """Admits a key when it is looked up for the nth time; until then it has no row.
 
     A lookup of several equal keys counts once. The counts are in a sketch (Estan and Varghese,
-    SIGCOMM 2002) with four bytes for each row of the table. It may count too much, and then admits
-    a key early. Old lookups fade: all counts are halved after as many lookups of keys without a row
-    as the table has rows.
+    SIGCOMM 2002) with 16 bytes for each row of the table. It may count too much, and then admits a
+    key early. Old lookups fade: all counts are halved after eight times as many lookups of keys
+    without a row as the table has rows.
 
     Args:
         times: at least 1, at most 255.
@@ -114,7 +118,7 @@ class _SeenOften:
 
     def __init__(self, times: int, capacity_rows: int) -> None:
         self._times = times
-        self._columns = max(_FEWEST_COLUMNS, capacity_rows)
+        self._columns = max(_FEWEST_COLUMNS, _COLUMNS_PER_ROW * capacity_rows)
         self.load_state_dict({})
 
     def admitted(self, keys: Tensor, steps: int) -> Tensor:
@@ -125,10 +129,10 @@ class _SeenOften:
         """See `KeyGate`."""
         self._sketch.add(keys)
         self._added += keys.numel()
-        columns = self._sketch.counts.shape[1]
-        while self._added >= columns:
+        lookups = _LOOKUPS_PER_COLUMN * self._sketch.counts.shape[1]
+        while self._added >= lookups:
             self._sketch.halve()
-            self._added -= columns
+            self._added -= lookups
 
     def state_dict(self) -> dict[str, Any]:
         """See `KeyGate`."""

@@ -17,12 +17,12 @@ def test_a_key_is_admitted_when_it_is_seen_for_the_nth_time() -> None:
     assert not len(gate.admitted(torch.tensor([6]), 0))
 
 
-def test_counts_are_halved_after_as_many_lookups_as_the_table_has_rows() -> None:
+def test_counts_are_halved_after_eight_lookups_a_row() -> None:
     gate = Seen(times=4).gate(2000)
     key = torch.tensor([7])
     for _ in range(3):
         gate.count(key)
-    gate.count(torch.arange(100, 2096))  # 1,999 of 2,000
+    gate.count(torch.arange(100, 16_096))  # 15,999 of 16,000
     assert torch.equal(gate.admitted(key, 0), key)
     gate.count(torch.tensor([9]))
     assert not len(gate.admitted(key, 0))  # seen once, after halving
@@ -32,12 +32,22 @@ def test_counts_are_halved_after_as_many_lookups_as_the_table_has_rows() -> None
     assert torch.equal(gate.admitted(key, 0), key)
 
 
+def test_a_key_among_many_that_come_once_is_admitted() -> None:
+    gate = Seen(times=10).gate(1000)
+    key = torch.tensor([-3])
+    for batch in range(9):
+        assert not len(gate.admitted(key, 0))
+        gate.count(torch.cat([key, torch.arange(700 * batch, 700 * (batch + 1))]))
+    assert torch.equal(gate.admitted(key, 0), key)
+    assert not len(gate.admitted(torch.arange(6_300), 0))
+
+
 def test_a_gate_goes_on_from_what_it_stored() -> None:
     gate, other = Seen(times=3).gate(2000), Seen(times=3).gate(2000)
-    for first in (0, 700, 1500):
-        gate.count(torch.arange(first, first + 900))
+    for first in range(0, 18_000, 900):
+        gate.count(torch.arange(first, first + 900) % 2_400)
     state = gate.state_dict()
-    assert state["added"] == 700
+    assert state["added"] == 2_000
     other.load_state_dict(state)
     keys = torch.arange(2500)
     assert state["counts"].max() > 0
@@ -47,7 +57,7 @@ def test_a_gate_goes_on_from_what_it_stored() -> None:
     admitted = gate.admitted(keys, 0)
     assert 0 < len(admitted) < 2500
     assert torch.equal(admitted, other.admitted(keys, 0))
-    assert gate.state_dict()["added"] == other.state_dict()["added"] == 1900
+    assert gate.state_dict()["added"] == other.state_dict()["added"] == 3_200
     other.load_state_dict({})
     assert not other.state_dict()["counts"].any()
 
