@@ -75,7 +75,7 @@ class KeySlots:
         }
         self._map = KeyMap(self.row_states[KEY])
         self._order = self._new_order()
-        #: A call is about to change keys and row states, or was interrupted while it did.
+        #: A call changes keys, row states or what follows from them, or was interrupted then.
         self._is_changing = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -123,7 +123,9 @@ class KeySlots:
         """
         self._settle()
         if self._expiry is not None:
+            self._is_changing = True
             self._evict(self._expiry.expired(self.row_states[LAST_USE], self.steps))
+            self._is_changing = False
         keys = keys.contiguous()
         slots = self._map.find(keys)
         if bool(slots.all()):
@@ -261,11 +263,14 @@ class KeySlots:
         changing = [state for name, state in self.row_states.items() if name != KEY]
         before = [state.index_select(0, slots) for state in changing]
         self._order.use(slots, self.steps)
+        self._is_changing = True
         leaving = self._order.least(count, before=self.steps)
         if leaving.numel() < count:
             for state, entries in zip(changing, before, strict=True):
                 state.index_copy_(0, slots, entries)
             self._order.join(slots)
+        self._is_changing = False
+        if leaving.numel() < count:
             raise self._too_many(new_count, new_count - count + leaving.numel())
         return leaving
 
@@ -328,7 +333,7 @@ class KeySlots:
         slot_keys, last_use = self.row_states[KEY], self.row_states[LAST_USE]
         used_slots = used_rows(last_use)
         keys = slot_keys[used_slots]
-        slot_keys.zero_()
+        slot_keys.masked_fill_(last_use < 0, 0)  # not those of others: this may be interrupted
         self._map = KeyMap(slot_keys)
         self._map.insert(keys, used_slots)
         self._order = self._new_order()

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import ASGD, LBFGS, SGD, Adafactor, Adagrad, Adam, Optimizer, Rprop
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 from recpoint.embeddings.keyed.admission import Probability
@@ -172,3 +174,38 @@ def test_stored_state_of_another_table() -> None:
         KeyedEmbedding(2, 6).set_extra_state(state["_extra_state"])
     with pytest.raises(SettingsError, match="stored rules"):
         KeyedEmbedding(2, 5, evict=LeastRecent(ttl_batches=3)).load_state_dict(state)
+
+
+def test_training_on_several_ranks() -> None:
+    keyed = KeyedEmbedding(2, 5)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        with pytest.raises(SettingsError, match="training on 2 ranks"):
+            keyed(torch.tensor([1]))
+        keyed.eval()
+        assert not keyed(torch.tensor([1])).any()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_copy_of_the_model_reports_to_no_checkpointer() -> None:
+    class Marks:
+        def __init__(self) -> None:
+            self.slots: list[int] = []
+
+        def looked_up(self, ids: Tensor) -> None:
+            self.slots += ids.tolist()
+
+    keyed = KeyedEmbedding(2, 5)
+    marker: Any = Marks()
+    keyed.slots.marker = marker
+    keyed(torch.tensor([7, 5]))
+    assert set(marker.slots) == {0, 1, 2}
+    marked = list(marker.slots)
+    copied = copy.deepcopy(keyed)
+    copied(torch.tensor([8]))
+    assert marker.slots == marked
+    assert copied.keys().tolist() == [5, 7, 8] and keyed.keys().tolist() == [5, 7]
+    keyed.slots.delete(torch.tensor([7, 99]))
+    assert marker.slots == [*marked, 2]
+    assert keyed.keys().tolist() == [5] and keyed.counts == (1, 2, 0, 0)
