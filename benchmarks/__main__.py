@@ -32,6 +32,7 @@ NAMES = (
     "restore",
     "retention",
     "follow",
+    "sinks",
     "consolidate",
     "gpu",
     "prefect_overhead",

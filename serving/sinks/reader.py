@@ -11,6 +11,7 @@ from recpoint.errors import UnknownRow
 from recpoint.format.records import CheckpointRef
 from recpoint.serving.sinks.contract import SinkReading
 from recpoint.serving.sinks.opening import open_sink
+from recpoint.serving.sinks.records import SinkTable
 
 __all__ = ["SinkReader", "SinkVersionReader"]
 
@@ -29,6 +30,11 @@ class SinkVersionReader:
     def checkpoint(self) -> CheckpointRef:
         """The checkpoint whose rows and dense layers these are."""
         return self._reading.version.version.checkpoint
+
+    @property
+    def tables(self) -> tuple[SinkTable, ...]:
+        """The tables: name, rows, dim and dtype."""
+        return self._reading.version.version.tables
 
     @property
     def number(self) -> int:

@@ -1,0 +1,179 @@
+"""Measures publishing to Redis: against bare pipelined writes, and what readers notice of it.
+
+A run on a real S3 server gets increments of 100,000 changed rows of 64 values. Measured is the time
+from a commit until readers of Redis see the version, against writing the same bytes with pipelined
+SETs and nothing else. Then a process looks up 10,000 rows a second, 100 in a request, while
+versions arrive and while none does. Redis and S3 run on this host. Before anything is timed, every
+row of the sink is compared with its checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from time import perf_counter
+
+import redis
+import torch
+from torch import Tensor
+
+from benchmarks.report import Report, ratio, spread_of
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.store.store import open_store
+from recpoint.format.manifest import Manifest
+from recpoint.serving.sinks.opening import open_sink
+from recpoint.serving.sinks.publisher import SinkPublisher
+from recpoint.serving.sinks.verification import verify
+from recpoint.testing.seaweed import SeaweedServer
+from tests.catalog_builder import Table, build, publish
+from tests.redis_server import redis_server
+
+__all__ = ["KEYS", "run"]
+
+KEYS = ("vs_bare", "readers_p99_ratio")
+
+_DIM = 64
+_CHUNK_ROWS = 16_384
+_ROWS_A_PIPELINE = 1000
+
+
+def run(*, smoke: bool) -> Report:
+    """Measure on this host's own servers."""
+    rows, changed_rows, rounds = (4000, 1000, 2) if smoke else (400_000, 100_000, 7)
+    report = Report(name="sinks", columns=("what", "median", "least", "most"))
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="recpoint-sinks-")))
+        server = stack.enter_context(redis_server(folder))
+        s3 = stack.enter_context(SeaweedServer(folder / "seaweed"))
+        os.environ.update(s3.environment())
+        url = f"{server.url}?grace=0"
+        training = _Training(s3.run_url(), rows, changed_rows)
+        publisher = SinkPublisher(training.url, stack.enter_context(open_sink(url)))
+        training.commit()
+        publisher.poll()
+        _require_equal(training.url, url)
+        bare = redis.Redis.from_url(server.url)
+        _write_bare(bare, training)
+        published_seconds, bare_seconds = [], []
+        for _ in range(rounds):
+            training.commit()
+            published_seconds.append(_seconds(publisher.poll))
+            bare_seconds.append(_seconds(lambda: _write_bare(bare, training)))
+        _require_equal(training.url, url)
+        quiet_ms, busy_ms = _requests(url, training, publisher, smoke=smoke)
+    report.put("vs_bare", ratio(bare_seconds, published_seconds))
+    report.put("readers_p99_ratio", ratio(busy_ms, quiet_ms))
+    for label, values in (
+        (f"{changed_rows:,} changed rows, from a commit on S3 to readers, s", published_seconds),
+        ("the same bytes by pipelined SETs, s", bare_seconds),
+        ("p99 of a request of 100 rows while versions arrive, ms", busy_ms),
+        ("p99 while none arrives, ms", quiet_ms),
+    ):
+        spread = spread_of(values)
+        report.rows.append((label, spread.median, spread.least, spread.most))
+    report.notes = [
+        "vs_bare: seconds of bare writes over seconds of a publication",
+        f"{rows:,} rows of {_DIM} float32 values; every row was compared before and after",
+    ]
+    return report
+
+
+class _Training:
+    """Commits checkpoints whose changed rows are drawn at random."""
+
+    def __init__(self, url: str, rows: int, changed_rows: int) -> None:
+        self.url = url
+        self._run = Run.create(open_store(url))
+        self._run.claim(None)
+        self._random = torch.Generator().manual_seed(1)
+        values = torch.randn(rows, _DIM, generator=self._random)
+        self._table = Table("items", values)
+        self._changed_rows = changed_rows
+        self._parent: Manifest | None = None
+        self.ids = torch.arange(rows)
+
+    @property
+    def changed(self) -> Tensor:
+        """The rows that the newest checkpoint changed, [n, dim]."""
+        return self._table.values[self.ids]
+
+    def commit(self) -> None:
+        """Commit a full first, and then increments."""
+        step = 1 if self._parent is None else self._parent.step + 1
+        if self._parent is not None:
+            order = torch.randperm(self._table.rows, generator=self._random)
+            self.ids = order[: self._changed_rows].sort()[0]
+            self._table.train(self.ids, self._random)
+        checkpoint = build(
+            self._run,
+            [self._table],
+            step=step,
+            generation=1,
+            parent=self._parent,
+            dirty=None if self._parent is None else [self.ids],
+            state={"model": {"tensors": {"top": torch.full((4,), float(step))}, "extra": {}}},
+            rows_per_chunk=_CHUNK_ROWS,
+        )
+        self._parent = publish(self._run, checkpoint)
+
+
+def _write_bare(client: redis.Redis, training: _Training) -> None:
+    rows = training.changed.numpy()
+    ids = training.ids.tolist()
+    for first in range(0, len(ids), _ROWS_A_PIPELINE):
+        pipeline = client.pipeline(transaction=False)
+        part = slice(first, first + _ROWS_A_PIPELINE)
+        for row, values in zip(ids[part], rows[part], strict=True):
+            pipeline.set(f"bare:{row}", values.tobytes())
+        pipeline.execute()
+
+
+def _requests(
+    url: str, training: _Training, publisher: SinkPublisher, *, smoke: bool
+) -> tuple[list[float], list[float]]:
+    """Return p99 of requests in ms while no version arrives, and while versions do."""
+    rounds, seconds = (2, 1.0) if smoke else (5, 6.0)
+    quiet_ms, busy_ms = [], []
+    for _ in range(rounds):
+        quiet_ms.append(_p99_ms(url, seconds, lambda: None))
+
+        def publish_versions() -> None:
+            training.commit()
+            publisher.poll()
+
+        busy_ms.append(_p99_ms(url, seconds, publish_versions))
+    return quiet_ms, busy_ms
+
+
+def _p99_ms(url: str, seconds: float, work: Callable[[], None]) -> float:
+    """Return p99 of the requests of another process, which runs beside `work`, again and again."""
+    command = [sys.executable, "-m", "benchmarks.sink_requests", url, str(seconds)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        while process.poll() is None:
+            work()
+            if process.poll() is None:
+                try:
+                    process.wait(0.05)
+                except subprocess.TimeoutExpired:
+                    continue
+        assert process.stdout is not None and process.returncode == 0
+        return float(json.loads(process.stdout.read())["p99_ms"])
+
+
+def _seconds(function: Callable[[], object]) -> float:
+    start = perf_counter()
+    function()
+    return perf_counter() - start
+
+
+def _require_equal(run_url: str, sink_url: str) -> None:
+    with open_sink(sink_url) as sink:
+        comparison = verify(Run.open(open_store(run_url)), sink)
+    if comparison.differences:
+        raise AssertionError(f"the sink differs: {comparison.differences}")
