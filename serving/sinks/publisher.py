@@ -164,8 +164,8 @@ class SinkPublisher:
 
         def apply(route: Route) -> bool:
             bringing = _Bringing(self._sink, version)
-            stream = RowStream(logical, bringing.put, bringing.held_rows)
             parent = None if route.start == "full" or held is None else held.checkpoint
+            stream = RowStream(logical, bringing, is_anew=parent is None)
             self._sink.begin(version, parent)
             try:
                 chunks = StoreChunks(run.store)
@@ -202,12 +202,17 @@ class _Bringing:
         self._sink = sink
         self._version = version
         self._rows: Counter[str] = Counter()
+        self._deleted: Counter[str] = Counter()
         self._digests: Counter[str] = Counter()
 
     def put(self, table: str, ids: Tensor, rows: Tensor) -> None:
         self._sink.put(table, ids, rows)
         self._rows[table] += len(ids)
         self._digests[table] = (self._digests[table] + row_digest.digest(rows, ids)) & _MASK
+
+    def delete(self, table: str, ids: Tensor) -> None:
+        self._sink.delete(table, ids)
+        self._deleted[table] += len(ids)
 
     def held_rows(self, table: str, ids: Tensor) -> tuple[Tensor, Tensor]:
         with self._sink.reading() as reading:
@@ -219,7 +224,7 @@ class _Bringing:
             TableChange(
                 table=table.name,
                 rows_put=self._rows[table.name],
-                rows_deleted=0,
+                rows_deleted=self._deleted[table.name],
                 digest=f"{self._digests[table.name]:016x}",
             )
             for table in self._version.tables

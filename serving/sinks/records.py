@@ -26,15 +26,20 @@ class SinkTable(Part):
 
     Attributes:
         name: its name in the model.
-        rows: number of rows of the table.
+        rows: number of rows of the table in the checkpoint; of a keyed table: of its slots, and the
+            sink has the rows that keys have.
         dim: values in a row.
         dtype: dtype of a value; values are little-endian.
+        ids: what the ids are: numbers of the table's rows; keys (format §3.8); or slots of a keyed
+            table, each with its key as the only value. The last are for publishers, who learn from
+            them which key has lost its row.
     """
 
     name: Annotated[str, Field(min_length=1, max_length=1024)]
     rows: Annotated[int, Field(ge=1)]
     dim: Annotated[int, Field(ge=1)]
-    dtype: Literal["F64", "F32", "F16", "BF16"]
+    dtype: Literal["F64", "F32", "F16", "BF16", "I64"]
+    ids: Literal["rows", "keys", "slots"]
 
     @property
     def row_bytes(self) -> int:

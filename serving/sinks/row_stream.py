@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Final
+from collections.abc import Collection, Iterator, Sequence
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
 
 from recpoint.catalog.restore.base_rows import decoded_values
 from recpoint.catalog.restore.chunks import StoredRows
+from recpoint.catalog.restore.keyed_rows import KEY, LAST_USE, has_keys
 from recpoint.catalog.restore.restore import dense_tensors
 from recpoint.catalog.restore.rows import LogicalTable, logical_tables
 from recpoint.catalog.restore.target import RowSink
@@ -24,11 +25,24 @@ __all__ = ["RowStream", "TakesRows", "streamed_tables"]
 #: Bytes of rows that a sink is given at once.
 _PASS_BYTES: Final = 4 << 20
 
-#: Takes the name of a table, ids int64 [n], and rows [n, dim] of the table's dtype.
-TakesRows = Callable[[str, Tensor, Tensor], None]
 
-#: Returns rows of a table as a sink holds them now, [n, dim], and which there are, bool [n].
-ReadsRows = Callable[[str, Tensor], tuple[Tensor, Tensor]]
+class TakesRows(Protocol):
+    """Takes the rows that make the next version out of the one that is held."""
+
+    def put(self, table: str, ids: Tensor, rows: Tensor) -> None:
+        """Take rows.
+
+        Args:
+            table: name of the table.
+            ids: int64 [n], without duplicates.
+            rows: [n, dim] of the table's dtype, contiguous.
+        """
+
+    def delete(self, table: str, ids: Tensor) -> None:
+        """Take note that rows are no more; ids as for `put`."""
+
+    def held_rows(self, table: str, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return rows as they are held now, [n, dim], and which there are, bool [n]."""
 
 
 def streamed_tables(
@@ -52,18 +66,36 @@ def streamed_tables(
             next_step="name tables of the checkpoint",
         )
     chosen = [table for name, table in tables.items() if names is None or name in names]
+    sink_tables: list[SinkTable] = []
     for table in chosen:
         if has_raw_ids(table):
             raise IncompatibleModel(
                 f"table {table.name!r:.200} of {manifest.ref}",
                 found="raw ids (managed collisions), which change their rows",
-                expected="a table whose ids are the numbers of its rows",
+                expected="a table whose ids are the numbers of its rows, or a keyed table",
                 next_step="follow the run with recpoint.Follower, or leave the table out",
             )
-    sink_tables = tuple(
-        SinkTable(name=t.name, rows=t.rows, dim=t.dim, dtype=t.pieces[0].spec.dtype) for t in chosen
-    )
-    return sink_tables, chosen
+        is_keyed = has_keys([state.name for state in table.row_states])
+        sink_tables.append(
+            SinkTable(
+                name=table.name,
+                rows=table.rows,
+                dim=table.dim,
+                dtype=table.pieces[0].spec.dtype,
+                ids="keys" if is_keyed else "rows",
+            )
+        )
+        if is_keyed:
+            name = _slots_name(table)
+            sink_tables.append(
+                SinkTable(name=name, rows=table.rows, dim=1, dtype="I64", ids="slots")
+            )
+    return tuple(sink_tables), chosen
+
+
+def _slots_name(table: LogicalTable) -> str:
+    """Return the name of the table that says which key each slot of a keyed table has."""
+    return f"{table.name}:slots"
 
 
 class RowStream:
@@ -71,36 +103,42 @@ class RowStream:
 
     Args:
         tables: the tables to read.
-        take: takes rows.
-        read: reads rows that are held already, to complete rows of tables that were sharded by
-            columns, of which an increment may have some columns only.
+        taker: takes rows.
+        is_anew: whether nothing is held that the rows are changes of.
 
     Attributes:
         dense: the dense layers, once all rows have been taken.
     """
 
-    def __init__(self, tables: Sequence[LogicalTable], take: TakesRows, read: ReadsRows) -> None:
+    def __init__(self, tables: Sequence[LogicalTable], taker: TakesRows, *, is_anew: bool) -> None:
         self._tables = tables
-        self._take = take
-        self._joined = [_JoinedRows(t, take, read) for t in tables if len(t.pieces) > 1]
+        self._taker = taker
+        self._is_anew = is_anew
+        self._late: list[_JoinedRows | _KeyedRows] = []
         self.dense: dict[str, Tensor] = {}
 
     def begin(self, manifest: Manifest) -> Sequence[RowSink | None]:
         """See `RestoreTarget.begin`."""
+        self._late.clear()
         sinks: list[RowSink | None] = [None] * len(manifest.tables)
-        joined = iter(self._joined)
         for table in self._tables:
-            if len(table.pieces) == 1:
-                sinks[table.pieces[0].index] = _WholeRows(table, self._take)
-                continue
-            rows = next(joined)
-            for number, piece in enumerate(table.pieces):
-                sinks[piece.index] = rows.of_piece(number)
+            states = [state.name for state in table.row_states]
+            if has_keys(states):
+                keyed = _KeyedRows(table, states, self._taker, is_anew=self._is_anew)
+                self._late.append(keyed)
+                sinks[table.pieces[0].index] = keyed
+            elif len(table.pieces) == 1:
+                sinks[table.pieces[0].index] = _WholeRows(table, self._taker)
+            else:
+                joined = _JoinedRows(table, self._taker)
+                self._late.append(joined)
+                for number, piece in enumerate(table.pieces):
+                    sinks[piece.index] = joined.of_piece(number)
         return sinks
 
     def finish(self, manifest: Manifest, state: dict[int, object]) -> None:
         """See `RestoreTarget.finish`."""
-        for rows in self._joined:
+        for rows in self._late:
             rows.finish()
         self.dense = dense_tensors(state)
 
@@ -110,22 +148,71 @@ class _WholeRows:
 
     wanted = None
 
-    def __init__(self, table: LogicalTable, take: TakesRows) -> None:
-        self._table, self._take = table, take
+    def __init__(self, table: LogicalTable, taker: TakesRows) -> None:
+        self._table, self._taker = table, taker
 
     def take(self, stored: StoredRows, positions: Tensor | None) -> None:
-        for ids, rows in _decoded(stored, positions, self._table, piece=0):
-            self._take(self._table.name, ids, rows)
+        for part, values in _decoded(stored, positions, self._table, piece=0):
+            self._taker.put(self._table.name, _ids(part), values)
 
     def mark(self, rows: range | Tensor) -> None:
         pass
 
 
+class _KeyedRows:
+    """Passes on the rows of a keyed table by key, and the keys that have lost theirs."""
+
+    wanted = None
+
+    def __init__(
+        self, table: LogicalTable, states: Sequence[str], taker: TakesRows, *, is_anew: bool
+    ) -> None:
+        self._table, self._taker, self._is_anew = table, taker, is_anew
+        self._key, self._last_use = states.index(KEY), states.index(LAST_USE)
+        self._slots: list[Tensor] = []
+        self._free: list[Tensor] = []
+        self._keys: list[Tensor] = []
+
+    def take(self, stored: StoredRows, positions: Tensor | None) -> None:
+        slots_name = _slots_name(self._table)
+        for part, values in _decoded(stored, positions, self._table, piece=0):
+            keys, last_use = part.row_states[self._key], part.row_states[self._last_use]
+            assert isinstance(keys, Tensor) and isinstance(last_use, Tensor)  # exact: integers
+            slots, is_used = _ids(part), last_use >= 0
+            if bool(is_used.any()):
+                self._taker.put(self._table.name, keys[is_used], values[is_used])
+                self._taker.put(slots_name, slots[is_used], keys[is_used].view(-1, 1))
+            self._slots.append(slots)
+            self._free.append(slots[~is_used])
+            self._keys.append(keys[is_used])
+
+    def mark(self, rows: range | Tensor) -> None:
+        pass
+
+    def finish(self) -> None:
+        """Delete the keys that were held in a changed slot and are in no slot that has changed.
+
+        A key that moved to another slot changed both.
+        """
+        if self._is_anew or not self._slots:
+            return
+        slots, keys = torch.cat(self._slots), torch.cat(self._keys)
+        old_keys, is_held = self._taker.held_rows(_slots_name(self._table), slots)
+        gone_keys = old_keys.flatten()[is_held]
+        gone_keys = gone_keys[~torch.isin(gone_keys, keys)]
+        if len(gone_keys):
+            self._taker.delete(self._table.name, gone_keys)
+        free = torch.cat(self._free)
+        freed = free[self._taker.held_rows(_slots_name(self._table), free)[1]]
+        if len(freed):
+            self._taker.delete(_slots_name(self._table), freed)
+
+
 class _JoinedRows:
     """Puts the pieces of a table that was sharded by columns together, in memory."""
 
-    def __init__(self, table: LogicalTable, take: TakesRows, read: ReadsRows) -> None:
-        self._table, self._take, self._read = table, take, read
+    def __init__(self, table: LogicalTable, taker: TakesRows) -> None:
+        self._table, self._taker = table, taker
         self._pieces: list[list[tuple[Tensor, Tensor]]] = [[] for _ in table.pieces]
 
     def of_piece(self, number: int) -> RowSink:
@@ -140,9 +227,9 @@ class _JoinedRows:
         for ids in all_ids.split(most):
             rows, is_written = self._empty(ids)
             if not bool(is_written.all()):
-                held, _ = self._read(self._table.name, ids)
+                held, _ = self._taker.held_rows(self._table.name, ids)
                 rows = torch.where(is_written, rows, held)
-            self._take(self._table.name, ids, rows.contiguous())
+            self._taker.put(self._table.name, ids, rows.contiguous())
 
     def _empty(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Return rows with the columns that have come, and which these are, bool [n, dim]."""
@@ -169,7 +256,8 @@ class _PieceRows:
         parts.clear()
 
     def take(self, stored: StoredRows, positions: Tensor | None) -> None:
-        self._parts.extend(_decoded(stored, positions, self._table, piece=self._number))
+        for part, values in _decoded(stored, positions, self._table, piece=self._number):
+            self._parts.append((_ids(part), values))
 
     def mark(self, rows: range | Tensor) -> None:
         pass
@@ -177,8 +265,8 @@ class _PieceRows:
 
 def _decoded(
     stored: StoredRows, positions: Tensor | None, table: LogicalTable, *, piece: int
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield ids and decoded rows, a few MiB at a time, in memory of their own."""
+) -> Iterator[tuple[StoredRows, Tensor]]:
+    """Yield rows and their decoded values, a few MiB at a time, in memory of their own."""
     spec = table.pieces[piece].spec
     count = len(stored.rows) if positions is None else positions.numel()
     rows_each = max(1, _PASS_BYTES // (spec.dim * item_bytes(spec.dtype)))
@@ -189,6 +277,10 @@ def _decoded(
             if positions is None
             else positions[first:stop]
         )
-        rows = stored.chosen(some)
-        assert isinstance(rows.rows, Tensor)  # chosen by positions
-        yield rows.rows, decoded_values(rows, spec).contiguous()
+        part = stored.chosen(some)
+        yield part, decoded_values(part, spec).contiguous()
+
+
+def _ids(part: StoredRows) -> Tensor:
+    assert isinstance(part.rows, Tensor)  # chosen by positions
+    return part.rows

@@ -33,7 +33,9 @@ def sink_version(step: int, *, run: str = "a" * 32, rows: int = 100) -> SinkVers
     return SinkVersion(
         run=run,
         checkpoint=CheckpointRef(step=step, generation=1, attempt=f"{step:032x}"),
-        tables=tuple(SinkTable(name=name, rows=rows, dim=_DIM, dtype="F32") for name in _NAMES),
+        tables=tuple(
+            SinkTable(name=name, rows=rows, dim=_DIM, dtype="F32", ids="rows") for name in _NAMES
+        ),
     )
 
 
