@@ -31,7 +31,6 @@ from recpoint.trainer_plugin.settings import (
     Precision,
     Staging,
     Timeouts,
-    as_precision,
 )
 from recpoint.trainer_plugin.state.lookahead import Lookahead
 from recpoint.trainer_plugin.state.reader import ResumableLoader, Stateful
@@ -149,13 +148,6 @@ class LightningCallback(Callback):
                 )
         bound = self.__signature__.bind(restore=restore, **arguments)
         bound.apply_defaults()
-        if as_precision(bound.arguments["bits"]).by_loss is not None:
-            raise SettingsError(
-                "recpoint.LightningCallback(bits=Loss(...))",
-                found="a loss, which is measured before each batch in a loop over batches()",
-                expected="a number of bits: the loop is Lightning's",
-                next_step="pass bits=8, or train in a loop of your own with Checkpointer",
-            )
         self._restore = {} if restore is None else dict(restore)
         self._extras = dict(bound.arguments["extras"] or {})
         self._options = instance_of("options", bound.arguments["options"], Options)
@@ -238,7 +230,10 @@ class LightningCallback(Callback):
     def on_train_batch_start(
         self, trainer: Any, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Note that a batch begins; before the first one, set Lightning's counters again."""
+        """Note that a batch begins, and have it measured if a loss decides about widths.
+
+        Before the first batch, Lightning's counters are set again.
+        """
         self._between = False
         if self._loops is not None:
             # If a validation was due after the last batch before the restart, Lightning has counted
@@ -246,6 +241,8 @@ class LightningCallback(Callback):
             loop = trainer.fit_loop.epoch_loop
             loop.on_load_checkpoint(self._loops["epoch_loop.state_dict"])
             self._loops = None
+        if self.checkpointer is not None:
+            self.checkpointer._training.loop.look(batch)
 
     def on_train_batch_end(
         self,

@@ -136,7 +136,21 @@ class Loop:
         self._resumed: tuple[int, int] | None = None  # of a resumed epoch: its batches, and where
         self._uncounted = 0  # batches that `Pipelined` has trained and that are not counted
         self._is_counted_early = False  # the batch in training is counted before the next ask
+        self._is_looked_at = False  # a batch was looked at since the last step
         self.is_waiting = False
+
+    def look(self, batch: Any) -> None:
+        """Have a batch looked at that a loop with `step` is about to train.
+
+        Args:
+            batch: as the model gets it.
+
+        Raises:
+            SettingsError: as `LooksAtBatches.look`.
+        """
+        if self._meter is not None:
+            self._meter.look(batch)
+            self._is_looked_at = True
 
     def refuse_step(self) -> None:
         """Refuse a call of `step` in a loop, which counts its batches itself.
@@ -145,8 +159,9 @@ class Loop:
             SettingsError: training is working on a batch that the loop yielded; or somebody must
                 look at each batch before it is trained.
         """
-        if self._meter is not None:
+        if self._meter is not None and not self._is_looked_at:
             self._meter.refuse("step()")
+        self._is_looked_at = False
         if self.is_waiting:
             raise SettingsError(
                 "step()",

@@ -119,7 +119,8 @@ class LossMeter:
             found="a loop in which no batch can be measured before it is trained",
             expected="a plain loop over batches(), which trains each batch before it takes the "
             "next one",
-            next_step="loop over checkpoints.batches(...), or pass bits=8",
+            next_step="loop over checkpoints.batches(...), use recpoint.LightningCallback, or pass "
+            "bits=8",
         )
 
     def look(self, batch: Any) -> None:
@@ -132,7 +133,7 @@ class LossMeter:
         if self._error is not None:
             return
         is_first = not self._pace.has_begun
-        if not self._pace.is_due(self.batches_done()):
+        if not self._pace.is_due():
             return
         try:
             with self._pace.measuring():

@@ -55,17 +55,13 @@ class MeasuringPace:
         elapsed = 0.0 if self._began is None else self.clock() - self._began
         return self._spent_seconds / elapsed if elapsed > 0 else 0.0
 
-    def is_due(self, batches_done: int) -> bool:
-        """Whether the next batch is measured; the first one of a process always is.
-
-        Args:
-            batches_done: batches that the run has trained.
-        """
+    def is_due(self) -> bool:
+        """Whether the next batch is measured; the first one of a process always is."""
         self._batches += 1
         if self._began is None:
             return True
         if self.in_step:
-            return self.stride is not None and batches_done % self.stride == 0
+            return self.stride is not None and self._batches % self.stride == 0
         budget = self._share * (self.clock() - self._began)
         return self._spent_seconds + self._last_seconds <= budget
 

@@ -551,12 +551,3 @@ def test_a_loop_that_turns_out_to_read_ahead_is_refused(place: Place) -> None:
         with pytest.raises(errors.SettingsError, match="plain loop over batches"):
             train(model, ckpt, 2)
         ckpt.close(final=False)
-
-
-def test_lightning_is_refused(place: Place) -> None:
-    pytest.importorskip("lightning")
-    from recpoint import LightningCallback
-
-    for bits in (by_loss(), Precision(bits=by_loss())):
-        with pytest.raises(errors.SettingsError, match="Lightning"):
-            LightningCallback(run=place.run, interval_batches=10, bits=bits)
