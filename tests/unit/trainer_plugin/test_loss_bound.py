@@ -222,6 +222,7 @@ def test_increments_hold_residuals_that_cost_less_than_was_measured(
     full, increment = (run.manifest(*name) for name in sorted(run.manifest_names()))
     assert (full.step, increment.step) == (90, 180)
     assert {chunk.scheme for chunk in increment.chunks if chunk.table is not None} == {"residual"}
+    assert (full.state_bits, increment.state_bits) == (8, 8)
     for step in (90, 180):
         validated = validate(run, ManifestName(step, full.generation), level="full")
         assert (validated.result, validated.findings) == ("passed", ())
