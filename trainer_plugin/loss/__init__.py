@@ -4,6 +4,7 @@ Batches that are not trained yet come in, and the price at which checkpoints all
 Read the modules in this order: `suitability` (what can be measured), `meter` (which batches are,
 and what a cut is told), `measure` (what rounding costs in the loss of one batch), `table_watch`
 (every lookup of a forward pass, in other rows), `rounded_rows` (rows as a restore would have them),
-`ratio_interval` (bounds of a ratio that hold at every moment) and `price` (which price is used, and
-which is tried next).
+`ratio_interval` (bounds of a ratio that hold at every moment), `price` (which price is used, and
+which is tried next), `pace` (when the next batch is measured) and `rank_sums` (what ranks tell each
+other when they agree on a checkpoint).
 """

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from recpoint import Checkpointer, Loss, Options, Precision, ResumableLoader, Staging
 from recpoint.errors import SettingsError
 from tests.training_builder import Place, seed_everything
+from tests.unit.trainer_plugin.test_cached_checkpoints import SMALL, Both
 from tests.unit.trainer_plugin.test_loss_bound import Clicks, Ranker, count_seconds, loss_of
 
 pytestmark = pytest.mark.filterwarnings(
@@ -154,3 +155,11 @@ def test_a_step_of_a_batch_that_nobody_looked_at_is_refused(place: Place) -> Non
         with pytest.raises(SettingsError, match="step\\(\\)"):
             ckpt.step()
         ckpt.close(final=False)
+
+
+def test_tables_in_a_cache_are_refused_by_name(place: Place) -> None:
+    loss = Loss(increase=1e-3, of=loss_of)
+    both = Both("adagrad", SMALL)
+    with pytest.raises(SettingsError, match="a table in a cache") as caught:
+        both.checkpointer(place, bits=loss)
+    assert "'lossless'" in str(caught.value)
