@@ -185,7 +185,12 @@ class _KeyedModule(nn.Module):
         is_training = self.training and weight.requires_grad and torch.is_grad_enabled()
         if is_training:
             self._refuse_caller()
-            slots.rows.weight = weight  # torch may have put another in its place
+            if weight is not slots.rows.weight:  # as load_state_dict(assign=True) does
+                slots.rows.weight = weight
+                slots.rows.follow_weight()
+        if weight is slots.rows.weight:
+            slots.rows.refuse_written()
+        if is_training:
             key_slots = slots.take(keys.reshape(-1))
         else:
             key_slots = slots.find(keys.reshape(-1))
@@ -213,6 +218,9 @@ class _KeyedModule(nn.Module):
             found = f"training on {rank_and_count()[1]} ranks"
             expected = "one trainer: ranks would give different keys to the same rows"
             next_step = "train keyed tables in one process"
+        elif not isinstance(self.weight, Parameter):
+            found, expected = "torch.func.functional_call", "a lookup with the module's own weight"
+            next_step = "train the module itself"
         elif "_is_replica" in self.__dict__:
             found, expected = "a replica of nn.DataParallel", "the module itself"
             next_step = "train keyed tables in one process, without nn.DataParallel"

@@ -209,6 +209,7 @@ class KeySlots:
         self.evicted, self.refused = int(state["evicted"]), int(state["refused"])
         self._gate.load_state_dict(state["admission"])
         self.rows.drop_pending()
+        self.rows.follow_weight()
         self._rebuild()
 
     def refuse_settings(self, state: Mapping[str, Any]) -> None:

@@ -13,6 +13,7 @@ from torch.nn.parameter import Parameter
 from torch.optim import SGD, Adafactor, Optimizer
 
 from recpoint.embeddings.home.initial import Initial, first_values
+from recpoint.embeddings.tables.lookups import changes_of
 from recpoint.embeddings.tables.new_rows import first_entry
 from recpoint.embeddings.tables.optimizers import Watched, is_positive, row_states
 from recpoint.errors import SettingsError
@@ -46,10 +47,47 @@ class SlotValues:
         self._watched: Watched | None = None
         #: Slots whose entries in the optimizer's state are still those of another key, or of none.
         self._pending: list[Tensor] = []
+        self._is_copy = False
+        self.follow_weight()
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy of the model has no optimizer yet.
-        return {**self.__dict__, "_trained_by": None, "_watched": None}
+        return {**self.__dict__, "_trained_by": None, "_watched": None, "_is_copy": True}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.follow_weight()
+
+    def follow_weight(self) -> None:
+        """Take note that the weight is right as it is, after a step or a restore."""
+        self._changes = changes_of(self.weight)
+
+    def refuse_written(self) -> None:
+        """Refuse rows that something other than lookups, steps and restores has written.
+
+        Raises:
+            SettingsError: the weight of a copy of the model was written, as averages of weights
+                are: its slots may have other keys. Or row 0 was, as rules of `nn.init` do.
+        """
+        if changes_of(self.weight) == self._changes:
+            return
+        if self._is_copy:
+            raise SettingsError(
+                self.subject,
+                found="a weight in a copy of the model that was written in place, as "
+                "torch.optim.swa_utils.AveragedModel does, while its slots keep their keys",
+                expected="rows that belong to the keys of the copy",
+                next_step="average the dense layers alone, and load this table with "
+                "load_state_dict()",
+            )
+        if bool(self.weight.detach()[0].any()):
+            raise SettingsError(
+                self.subject,
+                found="a row 0 that was written, as nn.init does",
+                expected="zeros there, which keys without a row look up",
+                next_step="give the table initial=, and leave its weight out of nn.init",
+            )
+        self.follow_weight()
 
     @property
     def subject(self) -> str:

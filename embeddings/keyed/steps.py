@@ -40,9 +40,11 @@ def _trained_by(optimizer: Optimizer) -> Iterator[tuple[KeySlots, Mapping[str, A
 
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
     for slots, group in _trained_by(optimizer):
+        slots.rows.refuse_written()
         slots.rows.train_with(optimizer, group)
 
 
 def _after_step(optimizer: Optimizer, *_: Any) -> None:
     for slots, _group in _trained_by(optimizer):
         slots.steps += 1
+        slots.rows.follow_weight()

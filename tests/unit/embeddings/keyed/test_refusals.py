@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import ASGD, LBFGS, SGD, Adafactor, Adagrad, Adam, Optimizer, Rprop
+from torch.optim.swa_utils import AveragedModel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
@@ -209,3 +210,53 @@ def test_a_copy_of_the_model_reports_to_no_checkpointer() -> None:
     keyed.slots.delete(torch.tensor([7, 99]))
     assert marker.slots == [*marked, 2]
     assert keyed.keys().tolist() == [5] and keyed.counts == (1, 2, 0, 0)
+
+
+def test_an_average_of_weights() -> None:
+    model = nn.Sequential(KeyedEmbedding(2, 5))
+    averaged: Any = AveragedModel(model)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    keys = torch.tensor([7])
+    model(keys).sum().backward()
+    optimizer.step()
+    averaged.eval()
+    assert not averaged(keys).any()
+    averaged.update_parameters(model)
+    with pytest.raises(SettingsError, match="AveragedModel"):
+        averaged(keys)
+    averaged.module.load_state_dict(model.state_dict())
+    assert torch.equal(averaged(keys), model.eval()(keys))
+
+
+def test_a_copy_that_is_trained_goes_on() -> None:
+    copied: Any = copy.deepcopy(nn.Sequential(KeyedEmbedding(2, 5)))
+    optimizer = SGD(copied.parameters(), lr=0.1)
+    for _ in range(3):
+        copied(torch.tensor([7])).sum().backward()
+        optimizer.step()
+    copied.double()
+    copied(torch.tensor([7, 8]))
+    state = copied.state_dict()
+    copied.load_state_dict(state, assign=True)
+    copied(torch.tensor([7, 8, 9]))
+    with torch.no_grad():
+        copied[0].weight.clamp_(max=0.0)
+    with pytest.raises(SettingsError, match="written in place"):
+        copied(torch.tensor([7]))
+
+
+def test_rows_that_init_has_written() -> None:
+    keyed = KeyedEmbedding(2, 5)
+    with torch.no_grad():
+        keyed.weight.clamp_(min=0.0)
+    keyed(torch.tensor([7]))
+    nn.init.normal_(keyed.weight)
+    with pytest.raises(SettingsError, match=r"nn\.init"):
+        keyed(torch.tensor([7]))
+
+
+def test_a_functional_call_with_another_weight() -> None:
+    keyed = KeyedEmbedding(2, 5)
+    weight = keyed.weight.detach().clone().requires_grad_()
+    with pytest.raises(SettingsError, match="functional_call"):
+        torch.func.functional_call(keyed, {"weight": weight}, (torch.tensor([1]),))
