@@ -30,7 +30,12 @@ def open_sink(url: str) -> Sink:
     Raises:
         SettingsError: no sink has such a URL, or the library that it needs is not installed.
     """
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+        _ = parts.port  # a ValueError if it is none
+    except ValueError:
+        expected = "sqlite:PATH, or redis://HOST[:PORT]; %40 for @ in a password, and so on"
+        raise _refused(url, "a host or a port that cannot be read", expected) from None
     if parts.scheme == "sqlite":
         path = unquote(parts.path)
         if parts.netloc or not path.strip("/"):
@@ -61,7 +66,10 @@ def _redis(url: str) -> Sink:
     scheme = parts.scheme.replace("valkeys", "rediss").replace("valkey", "redis")
     grace_seconds = _grace_seconds(url, options.pop("grace", None))
     server = urlunsplit((scheme, parts.netloc, parts.path, urlencode(options), ""))
-    return RedisSink(server, shown_url(url), prefix, grace_seconds)
+    try:
+        return RedisSink(server, shown_url(url), prefix, grace_seconds)
+    except ValueError:
+        raise _refused(url, "an option that cannot be read", "options of redis-py") from None
 
 
 def _grace_seconds(url: str, text: str | None) -> float:
@@ -75,12 +83,23 @@ def _grace_seconds(url: str, text: str | None) -> float:
 
 
 def shown_url(url: str) -> str:
-    """Return a URL without the password, for errors and logs."""
-    parts = urlsplit(url)
-    if parts.password is None:
-        return url
-    host = parts.netloc.rpartition("@")[2]
-    return urlunsplit(parts._replace(netloc=f"{parts.username or ''}:***@{host}"))
+    """Return a URL without passwords, for errors and logs."""
+    scheme = url.partition(":")[0]
+    try:
+        parts = urlsplit(url)
+        _ = parts.port
+    except ValueError:
+        return f"{scheme}:***"
+    if parts.netloc and "@" in parts.path + parts.query + parts.fragment:
+        return f"{scheme}:***"  # of a password with a bare slash, question mark or hash
+    options = parse_qsl(parts.query)
+    if any("password" in name for name, _ in options):
+        shown = [(name, "***" if "password" in name else value) for name, value in options]
+        parts = parts._replace(query=urlencode(shown, safe="*"))
+    if parts.password is not None:
+        host = parts.netloc.rpartition("@")[2]
+        parts = parts._replace(netloc=f"{parts.username or ''}:***@{host}")
+    return urlunsplit(parts)
 
 
 def _refused(url: str, found: str, expected: str) -> SettingsError:

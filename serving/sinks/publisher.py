@@ -101,13 +101,14 @@ class SinkPublisher:
             StoreError: the store cannot be read.
         """
         run = Run.open(self._store)
-        committed, begun = self._sink.position()
+        committed = self._sink.position().committed
         held = self._held(run, committed)
         served = None if held is None or self._has_other_tables(run, held) else _name(held)
         error: RecpointError | None = None
         goal = find_wanted(run, self._channel, served)
         routes = Routes(run, self._tables)
         for name in goal.names:
+            begun = self._sink.position().begun  # a checkpoint before, if that was damaged
             try:
                 self._publish(run, routes, name, held, begun, goal.names, on_progress)
             except UnsupportedVersion:

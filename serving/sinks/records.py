@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import Field
 
@@ -16,9 +16,14 @@ from recpoint.format.records import (
 )
 from recpoint.format.untrusted_json import parse_json
 
-__all__ = ["CommittedVersion", "SinkTable", "SinkVersion", "TableChange", "parsed"]
+__all__ = ["EMPTY_FIRST", "CommittedVersion", "SinkTable", "SinkVersion", "TableChange", "parsed"]
 
-_MAX_BYTES = 16 << 20
+#: What to do with a sink whose records or rows are damaged.
+EMPTY_FIRST: Final = (
+    "delete the sink's file, or its keys in Redis; then recpoint publish-to SINK URL"
+)
+
+_MAX_BYTES: Final = 16 << 20
 
 
 class SinkTable(Part):
@@ -110,7 +115,7 @@ def parsed(kind: type[PartT], data: bytes | str, *, name: str) -> PartT:
     Raises:
         MalformedObject: it is no such record.
     """
-    next_step = "recpoint publish-to SINK URL --replace: all rows come anew"
+    next_step = EMPTY_FIRST
     raw = data.encode() if isinstance(data, str) else data
     fields = parse_json(raw, name=name, next_step=next_step, max_bytes=_MAX_BYTES)
     return validate(kind, fields, name=name, next_step=next_step)

@@ -3,8 +3,9 @@
 Keys, P being the prefix in braces (so that a cluster keeps all of them on one node):
 
     P:position      hash: what readers see (`number`, `record`, `numbers`), the first version that
-                    can still be read (`readable_from`), who may write (`writer`), and of which
-                    version rows may lie among those that readers see (`in_place`)
+                    can still be read (`readable_from`), who may write (`writer`), of which
+                    version rows may lie among those that readers see (`in_place`), and how
+                    many scripts of the attempt have written (`written`)
     P:dense:N       dense layers of version N, a safetensors file
     P:T:I           row I of the table with the number T: one or two slots
 
@@ -18,8 +19,8 @@ A reader of version N takes the slot with the highest number up to N. A flag of 
 version deleted the row. A version that comes anew gets new table numbers, so its rows lie beside
 those that readers see, and the old ones are removed afterwards.
 
-Scripts check the writer's token before they write: a publisher that was stopped and goes on after
-another has begun writes nothing. Each script can be sent twice.
+The scripts check the writer's token before they write: a publisher that was stopped and goes on
+after another has begun writes nothing.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ import struct
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain, count
 from typing import Any, Final, NamedTuple
 
 import redis
@@ -40,8 +42,15 @@ from torch import Tensor
 from recpoint.catalog.store.durable import step
 from recpoint.errors import MalformedObject, NotServing, SinkError
 from recpoint.format.records import CheckpointRef
+from recpoint.serving.sinks import redis_scripts
 from recpoint.serving.sinks.contract import Sink, SinkPosition, SinkReading, refuse_parent
-from recpoint.serving.sinks.records import CommittedVersion, SinkVersion, TableChange, parsed
+from recpoint.serving.sinks.records import (
+    EMPTY_FIRST,
+    CommittedVersion,
+    SinkVersion,
+    TableChange,
+    parsed,
+)
 from recpoint.serving.sinks.row_bytes import (
     bytes_of_dense,
     dense_of_bytes,
@@ -58,68 +67,8 @@ _ROWS_A_SCRIPT: Final = 128
 _SCRIPTS_AT_ONCE: Final = 16
 _RETRIES: Final = 6
 _KEYS_A_SCAN: Final = 1000
-
-#: KEYS: position. ARGV: token, number of the committed version, version to come or "" if its rows
-#: come beside those that readers see, count of new table numbers.
-#: Returns the first new table number, or -1 if another version was committed meanwhile.
-_BEGIN: Final = """
-local number = redis.call('HGET', KEYS[1], 'number') or '0'
-if number ~= ARGV[2] then return -1 end
-redis.call('HSET', KEYS[1], 'writer', ARGV[1], 'readable_from', number)
-if ARGV[3] ~= '' then redis.call('HSET', KEYS[1], 'in_place', ARGV[3]) end
-return redis.call('HINCRBY', KEYS[1], 'next_table', ARGV[4]) - ARGV[4]
-"""
-
-#: KEYS: position. ARGV: token, number of the committed version, start of the rows' keys, bytes of a
-#: row (0: delete), ids (text, one a line), rows one after another.
-#: Returns 1, or -1 if another publisher has begun.
-_PUT: Final = """
-if redis.call('HGET', KEYS[1], 'writer') ~= ARGV[1] then return -1 end
-local seen, size, place = tonumber(ARGV[2]), tonumber(ARGV[4]), 1
-local mark = struct.pack('<I6I2', seen + 1, (size == 0) and 1 or 0)
-local no_mark = string.rep('\\0', 8)
-for id in string.gmatch(ARGV[5], '[^\\n]+') do
-  local key, row = ARGV[3] .. id, ''
-  if size > 0 then row = string.sub(ARGV[6], place, place + size - 1); place = place + size end
-  local head = redis.call('GETRANGE', key, 0, 15)
-  if #head < 16 then
-    if size > 0 then redis.call('SET', key, mark .. no_mark .. row) end
-  else
-    local first, _, second = struct.unpack('<I6I2I6', head)
-    local slot = 0
-    if first <= seen and (second > seen or first > second) then slot = 1 end
-    if size > 0 then redis.call('SETRANGE', key, 16 + slot * size, row) end
-    redis.call('SETRANGE', key, 8 * slot, mark)
-  end
-end
-return 1
-"""
-
-#: KEYS: position, dense. ARGV: token, dense.
-_DENSE: Final = """
-if redis.call('HGET', KEYS[1], 'writer') ~= ARGV[1] then return -1 end
-redis.call('SET', KEYS[2], ARGV[2])
-return 1
-"""
-
-#: KEYS: position. ARGV: token, number, record, numbers.
-_COMMIT: Final = """
-if redis.call('HGET', KEYS[1], 'writer') ~= ARGV[1] then
-  if redis.call('HGET', KEYS[1], 'committed_by') == ARGV[1] then return 1 end
-  return -1
-end
-redis.call('HSET', KEYS[1], 'number', ARGV[2], 'record', ARGV[3], 'numbers', ARGV[4],
-    'committed_by', ARGV[1])
-redis.call('HDEL', KEYS[1], 'writer', 'in_place')
-return 1
-"""
-
-#: KEYS: position. ARGV: number. Readers of older versions are refused from now on.
-_RETIRE: Final = """
-local first = tonumber(redis.call('HGET', KEYS[1], 'readable_from') or '0')
-if tonumber(ARGV[1]) > first then redis.call('HSET', KEYS[1], 'readable_from', ARGV[1]) end
-return 1
-"""
+#: A lookup asks for so many rows at once, so that other requests wait for little.
+_ROWS_A_LOOKUP: Final = 1000
 
 
 class _Attempt(NamedTuple):
@@ -131,6 +80,7 @@ class _Attempt(NamedTuple):
         version, parent: as for `Sink.begin`.
         numbers: name of a table -> its number in keys.
         old_numbers: numbers of the tables of the committed version that this one does without.
+        script_numbers: numbers of the scripts that write.
     """
 
     token: str
@@ -139,6 +89,7 @@ class _Attempt(NamedTuple):
     parent: CheckpointRef | None
     numbers: Mapping[str, int]
     old_numbers: frozenset[int]
+    script_numbers: Iterator[int]
 
 
 class RedisSink(Sink):
@@ -165,9 +116,9 @@ class RedisSink(Sink):
             retry_on_error=[redis.exceptions.ConnectionError, redis.exceptions.TimeoutError],
         )
         register = self._client.register_script
-        self._begin, self._put = register(_BEGIN), register(_PUT)
-        self._dense, self._commit = register(_DENSE), register(_COMMIT)
-        self._retire = register(_RETIRE)
+        self._begin, self._put = register(redis_scripts.BEGIN), register(redis_scripts.PUT)
+        self._dense, self._commit = register(redis_scripts.DENSE), register(redis_scripts.COMMIT)
+        self._retire, self._remove = register(redis_scripts.RETIRE), register(redis_scripts.REMOVE)
         self._attempt: _Attempt | None = None
 
     def position(self) -> SinkPosition:
@@ -192,19 +143,22 @@ class RedisSink(Sink):
                 args=[
                     token,
                     seen,
+                    fields.get(b"in_place", b""),
                     "" if parent is None else version.model_dump_json(),
                     new_tables,
                 ],
             )
         if first < 0:
-            self._refuse_other(first)
+            self._refuse(first)
         seen_numbers = _numbers(fields)
         numbers = seen_numbers
         if parent is None:
             names = [table.name for table in version.tables]
             numbers = {name: first + place for place, name in enumerate(names)}
         old_numbers = frozenset(seen_numbers.values()) - frozenset(numbers.values())
-        self._attempt = _Attempt(token, seen + 1, version, parent, numbers, old_numbers)
+        self._attempt = _Attempt(
+            token, seen + 1, version, parent, numbers, old_numbers, script_numbers=count(1)
+        )
         self._remove_dead(set(seen_numbers.values()), first, seen)
 
     def put(self, table: str, ids: Tensor, rows: Tensor) -> None:
@@ -221,7 +175,9 @@ class RedisSink(Sink):
         with self._errors():
             step(f"sink-dense {self.url}")
             keys = [self._key("position"), self._key(f"dense:{attempt.number}")]
-            self._refuse_other(self._dense(keys=keys, args=[attempt.token, bytes_of_dense(dense)]))
+            scripts = next(attempt.script_numbers)
+            data = bytes_of_dense(dense)
+            self._refuse(self._dense(keys=keys, args=[attempt.token, scripts, data]))
             record = CommittedVersion(
                 number=attempt.number,
                 version=attempt.version,
@@ -234,18 +190,19 @@ class RedisSink(Sink):
                 keys=[self._key("position")],
                 args=[
                     attempt.token,
+                    scripts,
                     attempt.number,
                     record.model_dump_json(),
                     json.dumps(attempt.numbers),
                 ],
             )
-        self._refuse_other(answer)
+        self._refuse(answer)
         self._attempt = None
         if attempt.old_numbers:
             self._wait_for_readers(record)
             with self._errors():
-                self._retire(keys=[self._key("position")], args=[attempt.number])
-                self._remove_tables(attempt.old_numbers)
+                self._refuse(self._retire(keys=[self._key("position")], args=[attempt.number]))
+                self._remove_tables(attempt.old_numbers, attempt.number)
 
     def discard(self) -> None:
         """See `Sink.discard`: what was written stays until the next `begin`."""
@@ -278,13 +235,15 @@ class RedisSink(Sink):
             ids: of the rows.
         """
         with self._errors():
-            pipeline = self._client.pipeline(transaction=True)
+            pipeline = self._client.pipeline(transaction=False)
+            for first in range(0, len(ids), _ROWS_A_LOOKUP):
+                some = ids[first : first + _ROWS_A_LOOKUP]
+                pipeline.mget([self._key(f"{table}:{row}") for row in some])
+            # Last: no row is written over before this number says that it may be.
             pipeline.hget(self._key("position"), "readable_from")
-            if ids:
-                pipeline.mget([self._key(f"{table}:{row}") for row in ids])
-            readable_from, *rows = pipeline.execute()
+            *rows, readable_from = pipeline.execute()
         self._refuse_gone(number, readable_from)
-        return rows[0] if rows else []
+        return list(chain.from_iterable(rows))
 
     def dense_bytes(self, number: int) -> bytes:
         """Return the dense layers of a version."""
@@ -299,7 +258,7 @@ class RedisSink(Sink):
                 f"{self.url} ({self._key(f'dense:{number}')})",
                 found="no such key",
                 expected="the dense layers of the version that readers see",
-                next_step="set maxmemory-policy noeviction; recpoint publish-to SINK URL --replace",
+                next_step="set maxmemory-policy noeviction; " + EMPTY_FIRST,
             )
         return bytes(data)
 
@@ -344,6 +303,7 @@ class RedisSink(Sink):
                         keys=keys,
                         args=[
                             attempt.token,
+                            next(attempt.script_numbers),
                             attempt.number - 1,
                             prefix,
                             row_bytes,
@@ -353,7 +313,7 @@ class RedisSink(Sink):
                         client=pipeline,
                     )
                 for answer in pipeline.execute():
-                    self._refuse_other(answer)
+                    self._refuse(answer)
 
     def _wait_for_readers(self, committed: CommittedVersion | None) -> None:
         """Wait until the version before the committed one need not be readable any more."""
@@ -369,15 +329,17 @@ class RedisSink(Sink):
         """
         with self._errors():
             removed = int(self._client.hget(self._key("position"), "removed_below") or 0)
-            self._remove_tables(set(range(removed, first_new)) - seen_numbers)
+            self._remove_tables(set(range(removed, first_new)) - seen_numbers, seen)
             below = min((*seen_numbers, first_new))
             self._client.hset(self._key("position"), "removed_below", below)
             self._client.unlink(self._key(f"dense:{seen - 1}"))
 
-    def _remove_tables(self, numbers: Collection[int]) -> None:
+    def _remove_tables(self, numbers: Collection[int], committed: int) -> None:
+        """Remove tables that no version from the committed one on needs."""
         for number in sorted(numbers):
             for ids in self.stored_ids(number):
-                self._client.unlink(*(self._key(f"{number}:{row}") for row in ids))
+                rows = (self._key(f"{number}:{row}") for row in ids)
+                self._refuse(self._remove(keys=[self._key("position"), *rows], args=[committed]))
 
     def _refuse_eviction(self) -> None:
         """Refuse a server that may throw rows away when memory is short."""
@@ -401,10 +363,18 @@ class RedisSink(Sink):
             )
         return self._attempt
 
-    def _refuse_other(self, answer: int) -> None:
+    def _refuse(self, answer: int) -> None:
+        """Refuse to go on if a script did nothing."""
         if answer == 1:
             return
         self._attempt = None
+        if answer == redis_scripts.LOST:
+            raise SinkError(
+                self.url,
+                found="a server that has lost writes which it acknowledged (a restart, a failover)",
+                expected="all rows of the version that was begun",
+                next_step="publish again: the sink says where it stands",
+            )
         raise SinkError(
             self.url,
             found="another publisher, which has begun to write",
@@ -513,7 +483,7 @@ def _numbers(fields: Mapping[bytes, bytes]) -> dict[str, int]:
             "the field numbers of a sink's position",
             found=f"{data[:200]!r}",
             expected="numbers of tables, by name",
-            next_step="recpoint publish-to SINK URL --replace",
+            next_step=EMPTY_FIRST,
         )
     return numbers
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from recpoint.errors import SinkError, UnknownTable
 from recpoint.format.dtypes import torch_dtype
-from recpoint.serving.sinks.records import SinkTable, SinkVersion
+from recpoint.serving.sinks.records import EMPTY_FIRST, SinkTable, SinkVersion
 
 __all__ = [
     "bytes_of_dense",
@@ -66,7 +66,7 @@ def rows_of_bytes(
             f"{url}, row {int(ids[place])} of table {table.name!r:.80}",
             found=f"{len(stored[place] or b'')} bytes",
             expected=f"{table.row_bytes}",
-            next_step="recpoint publish-to SINK URL --replace: all rows come anew",
+            next_step=EMPTY_FIRST,
         )
     if not data:
         return torch.empty(0, table.dim, dtype=torch_dtype(table.dtype), device="cpu"), present
@@ -96,6 +96,6 @@ def table_of(url: str, version: SinkVersion, name: str) -> SinkTable:
             f"{url}, table {name!r:.200}",
             found=f"no such table in {version.checkpoint}",
             expected=f"one of {', '.join(repr(t.name) for t in version.tables):.500}",
-            next_step="look up one of these, or name the table in publish-to --tables",
+            next_step="look up one of these, or name the table in publish-to --table",
         )
     return table
