@@ -68,7 +68,7 @@ class SqliteSink(Sink):
     def begin(self, version: SinkVersion, parent: CheckpointRef | None) -> None:
         """See `Sink.begin`."""
         self.discard()
-        with self._errors():
+        with _errors(self.url):
             step(f"sink-begin {self._path}")
             self._path.parent.mkdir(parents=True, exist_ok=True)
             writer = sqlite3.connect(self._path, timeout=_WAIT_SECONDS, isolation_level=None)
@@ -82,7 +82,7 @@ class SqliteSink(Sink):
         refuse_parent(self.url, SinkPosition(committed, None), version, parent)
         self._number = 1 if committed is None else committed.number + 1
         self._begun, self._parent = version, parent
-        with self._errors():
+        with _errors(self.url):
             if parent is None:
                 self._begin_anew(writer, version)
             self._rows_tables = _rows_tables(writer)
@@ -98,7 +98,7 @@ class SqliteSink(Sink):
 
     def put(self, table: str, ids: Tensor, rows: Tensor) -> None:
         """See `Sink.put`."""
-        with self._errors():
+        with _errors(self.url):
             step(f"sink-put {self._path}")
             self._write(
                 f"INSERT INTO {self._rows_tables[table]} VALUES (?, ?) "
@@ -108,7 +108,7 @@ class SqliteSink(Sink):
 
     def delete(self, table: str, ids: Tensor) -> None:
         """See `Sink.delete`."""
-        with self._errors():
+        with _errors(self.url):
             step(f"sink-delete {self._path}")
             statement = f"DELETE FROM {self._rows_tables[table]} WHERE id = ?"
             self._write(statement, ((row,) for row in ids.tolist()))
@@ -123,7 +123,7 @@ class SqliteSink(Sink):
             changes=tuple(changes),
             committed_ms=now_ms(),
         )
-        with self._errors():
+        with _errors(self.url):
             step(f"sink-commit {self._path}")
             self._writer.execute("DELETE FROM recpoint_version")
             self._writer.execute(
@@ -143,7 +143,7 @@ class SqliteSink(Sink):
     def reading(self) -> Iterator[SinkReading]:
         """See `Sink.reading`."""
         with self._connected() as connection:
-            with self._errors():
+            with _errors(self.url):
                 connection.execute("BEGIN")
             committed = self._committed(connection)
             if committed is None:
@@ -168,7 +168,7 @@ class SqliteSink(Sink):
             finally:
                 memory.close()
             return
-        with self._errors():
+        with _errors(self.url):
             connection = sqlite3.connect(
                 f"{self._path.absolute().as_uri()}?mode=ro",
                 uri=True,
@@ -182,7 +182,7 @@ class SqliteSink(Sink):
             connection.close()
 
     def _committed(self, connection: sqlite3.Connection) -> CommittedVersion | None:
-        with self._errors():
+        with _errors(self.url):
             tables = connection.execute(
                 "SELECT 1 FROM sqlite_master WHERE name = 'recpoint_version'"
             ).fetchone()
@@ -197,22 +197,24 @@ class SqliteSink(Sink):
         assert self._writer is not None  # after begin
         self._writer.executemany(statement, parameters)
 
-    @contextmanager
-    def _errors(self) -> Iterator[None]:
-        try:
-            yield
-        except (sqlite3.Error, OSError) as error:
-            is_locked = "locked" in str(error)
-            raise SinkError(
-                self.url,
-                found=str(error),
-                expected="a SQLite file that this process alone writes"
-                if is_locked
-                else "a SQLite file that can be read and written",
-                next_step="end the other publisher, or publish to another sink"
-                if is_locked
-                else "see the message; the sink holds its last version",
-            ) from error
+
+@contextmanager
+def _errors(url: str) -> Iterator[None]:
+    """Turn errors of SQLite into those of a sink."""
+    try:
+        yield
+    except (sqlite3.Error, OSError) as error:
+        is_locked = "locked" in str(error)
+        raise SinkError(
+            url,
+            found=str(error),
+            expected="a SQLite file that this process alone writes"
+            if is_locked
+            else "a SQLite file that can be read and written",
+            next_step="end the other publisher, or publish to another sink"
+            if is_locked
+            else "see the message; the sink holds its last version",
+        ) from error
 
 
 class _SqliteReading:
@@ -220,27 +222,31 @@ class _SqliteReading:
 
     def __init__(self, url: str, connection: sqlite3.Connection, version: CommittedVersion) -> None:
         self._url, self._connection, self.version = url, connection, version
-        self._rows_tables = _rows_tables(connection)
+        with _errors(url):
+            self._rows_tables = _rows_tables(connection)
 
     def lookup(self, table: str, ids: Tensor) -> tuple[Tensor, Tensor]:
         served = table_of(self._url, self.version.version, table)
         numbers = ids.tolist()
-        rows = self._connection.execute(
-            f"SELECT id, row FROM {self._rows_tables[table]} WHERE id IN "
-            "(SELECT value FROM json_each(?))",
-            (str(numbers),),
-        )
-        by_id: dict[int, bytes] = dict(rows)
+        with _errors(self._url):
+            rows = self._connection.execute(
+                f"SELECT id, row FROM {self._rows_tables[table]} WHERE id IN "
+                "(SELECT value FROM json_each(?))",
+                (str(numbers),),
+            )
+            by_id: dict[int, bytes] = dict(rows)
         return rows_of_bytes(self._url, served, ids, [by_id.get(number) for number in numbers])
 
     def dense(self) -> dict[str, Tensor]:
-        row = self._connection.execute("SELECT dense FROM recpoint_version").fetchone()
+        with _errors(self._url):
+            row = self._connection.execute("SELECT dense FROM recpoint_version").fetchone()
         return dense_of_bytes(row[0])
 
     def row_count(self, table: str) -> int:
         table_of(self._url, self.version.version, table)
         statement = f"SELECT count(*) FROM {self._rows_tables[table]}"
-        return int(self._connection.execute(statement).fetchone()[0])
+        with _errors(self._url):
+            return int(self._connection.execute(statement).fetchone()[0])
 
 
 def _rows_tables(connection: sqlite3.Connection) -> dict[str, str]:

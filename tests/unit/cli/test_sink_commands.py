@@ -50,6 +50,11 @@ def test_a_row_that_differs_ends_verify_with_1(
     document = recpoint("sink", "verify", sink, saved_run.directory, "--json").json
     assert document["equal"] is False and document["rows_compared"] == len(saved_run.newest[name])
     assert len(document["differences"]) == 2 and document["more_differences"] == 0
+    with sqlite3.connect(tmp_path / "served.db") as connection:
+        connection.execute("DROP TABLE rows_1_0")
+    connection.close()
+    unreadable = recpoint("sink", "verify", sink, saved_run.directory)
+    assert unreadable.code == 3 and "no such table: rows_1_0" in unreadable.stderr
 
 
 def test_another_run_takes_a_sink_only_if_told(
