@@ -44,6 +44,7 @@ class KeySlots:
             tensors until `grow`. A restore writes into them and then calls `load_state_dict`.
         marker: told of slots before anything of them changes; None: nobody asks for it.
         steps: steps of the table's optimizer so far: the clock by which rows leave.
+        looked_up_step: `steps` at the last lookup in training; -1: none since the start.
         inserted: keys that have got a slot so far, each time that they did.
         evicted: keys that have lost their slot so far, because it was needed or too old.
         refused: keys that were looked up and not admitted so far, once for each lookup.
@@ -62,6 +63,7 @@ class KeySlots:
         self.rows = SlotValues(weight, initial, name=name, sparse=sparse)
         self.marker: Marker | None = None
         self.steps = self.inserted = self.evicted = self.refused = 0
+        self.looked_up_step = -1
         self._eviction = eviction
         self._settings = {"admit": admission.settings(), "evict": eviction.settings()}
         ttl_batches = eviction.ttl_batches
@@ -122,6 +124,7 @@ class KeySlots:
                 Nothing has changed, but rows whose time to live is over are gone.
         """
         self._settle()
+        self.looked_up_step = self.steps
         if self._expiry is not None:
             self._is_changing = True
             self._evict(self._expiry.expired(self.row_states[LAST_USE], self.steps))
@@ -207,6 +210,7 @@ class KeySlots:
         self.refuse_settings(state)
         self.steps, self.inserted = int(state["steps"]), int(state["inserted"])
         self.evicted, self.refused = int(state["evicted"]), int(state["refused"])
+        self.looked_up_step = -1
         self._gate.load_state_dict(state["admission"])
         self.rows.drop_pending()
         self.rows.follow_weight()

@@ -27,11 +27,15 @@ class KeyedSlots(Protocol):
             `keyed.uses`: int64 [rows], on the CPU, the same objects until the table grows.
         marker: is told of slots that are about to change: their key, last use, uses, row or
             entries in row states; None: nobody is.
+        steps: the table's clock: steps of its optimizer so far.
+        looked_up_step: the clock at the last lookup in training; -1: none since the start.
         inserted, evicted, refused: counts of keys since training began; see `state_dict`.
     """
 
     row_states: Mapping[str, Tensor]
     marker: Marker | None
+    steps: int
+    looked_up_step: int
     inserted: int
     evicted: int
     refused: int

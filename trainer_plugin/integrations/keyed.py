@@ -6,6 +6,7 @@ those of its optimizer. The clock, the counts and what admission remembers are i
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -55,6 +56,9 @@ def find(model: nn.Module) -> KeyedSource | None:
         _refuse_elsewhere(model, name, table)
         tables[name] = table
     return KeyedSource(tables) if tables else None
+
+
+_log = logging.getLogger("recpoint")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -148,6 +152,7 @@ class KeyedSource:
         self.modules: Collection[str] = tuple(tables)
         self._tables = tuple(tables.values())
         self.tables: Sequence[Table] = self._tables
+        self._has_warned = False
 
     def stores_buffer(self, module: nn.Module, name: str) -> bool:
         """Whether it stores a buffer of another module; never."""
@@ -169,7 +174,22 @@ class KeyedSource:
 
     def state_dict(self) -> dict[str, Any]:
         """Return clocks, counts and what admission remembers, by table name."""
+        if not self._has_warned:
+            self._warn_of_lookups_without_step()
         return {table.name: table.slots.state_dict() for table in self._tables}
+
+    def _warn_of_lookups_without_step(self) -> None:
+        """Warn once if a table was looked up since its last step: it may have been for later."""
+        names = [t.name for t in self._tables if t.slots.looked_up_step == t.slots.steps]
+        if names:
+            self._has_warned = True
+            _log.warning(
+                "keyed tables %s were looked up in training after the last step of their optimizer "
+                "and before this checkpoint. If a scaler skipped that step, all is well. If the "
+                "lookups were for a batch that is trained later, a restart looks them up again, so "
+                "their keys count twice: look keys up when their batch is trained",
+                ", ".join(map(repr, names)),
+            )
 
     def lacks_states(self, states: Sequence[Any]) -> bool:
         """Whether other ranks may have more; no, there are none."""

@@ -109,6 +109,22 @@ def test_batches_may_be_read_ahead_of_training(place: Place) -> None:
     assert rows(training) == rows(uninterrupted)
 
 
+def test_lookups_ahead_of_their_batch_are_warned_of(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A restart would look these keys up a second time."""
+    training = KeyedTraining(12)
+    with place.agent(), keyed_checkpointer(training, place, interval_batches=2) as ckpt:
+        ckpt.restore()
+        for batch in ckpt.batches(total=4):
+            _train(training, batch)
+        assert "before this checkpoint" not in caplog.text
+        for batch in ckpt.batches(total=8):
+            _train(training, batch)
+            training.model(batch[0])
+    assert caplog.text.count("before this checkpoint") == 1
+
+
 def _train(training: KeyedTraining, batch: Any) -> None:
     keys, target = batch
     nn.functional.mse_loss(training.model(keys), target).backward()
