@@ -6,6 +6,7 @@ from the lookups and the steps alone, so a training that is repeated has the sam
 
 Read the modules in this order: `admission.py` (which keys get rows), `eviction.py` (which rows
 leave first), `expiry.py` (which rows leave because of their age), `slot_values.py` (values and
-optimizer state of slots), `key_slots.py` (gives slots to keys), `steps.py` (what a step of an
-optimizer means for them) and `embedding.py` (the modules that a model has).
+optimizer state of slots), `open_lookups.py` (whose gradients come too late), `key_slots.py` (gives
+slots to keys), `steps.py` (what a step of an optimizer means for them), `callers.py` (which lookups
+cannot train) and `embedding.py` (the modules that a model has).
 """

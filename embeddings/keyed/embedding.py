@@ -12,8 +12,8 @@ from torch.nn import functional
 from torch.nn.parameter import Parameter
 
 from recpoint.embeddings.home.initial import Initial, Uniform
-from recpoint.embeddings.home.ranks import rank_and_count
 from recpoint.embeddings.keyed.admission import Admission, EachKey
+from recpoint.embeddings.keyed.callers import refuse_caller
 from recpoint.embeddings.keyed.eviction import Eviction, LeastRecent
 from recpoint.embeddings.keyed.key_slots import KeySlots
 from recpoint.embeddings.keyed.steps import follow_optimizers
@@ -175,8 +175,8 @@ class _KeyedModule(nn.Module):
     def _slots_of(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Return the slots of keys, of the shape and on the device of `ids`, and a weight.
 
-        The weight is the parameter if the lookup is one of training. Else it is detached: the row
-        of a key that a later lookup evicts must not get the gradient of this lookup.
+        A lookup of training gives the parameter a gradient, unless rows of it leave before. Any
+        other gets a detached weight: no step waits for it, so its rows may leave at any time.
         """
         weight, slots = self.weight, self.slots
         keys = self._as_keys(ids)
@@ -184,7 +184,7 @@ class _KeyedModule(nn.Module):
             refuse_capture(f"a lookup of {slots.rows.subject}")
         is_training = self.training and weight.requires_grad and torch.is_grad_enabled()
         if is_training:
-            self._refuse_caller()
+            refuse_caller(self, weight, slots.rows.subject)
             if weight is not slots.rows.weight:  # as load_state_dict(assign=True) does
                 slots.rows.weight = weight
                 slots.rows.follow_weight()
@@ -192,9 +192,12 @@ class _KeyedModule(nn.Module):
             slots.rows.refuse_written()
         if is_training:
             key_slots = slots.take(keys.reshape(-1))
+            own_weight: Tensor = slots.open_lookups.follow(
+                weight, key_slots, slots.steps, subject=slots.rows.subject
+            )
         else:
             key_slots = slots.find(keys.reshape(-1))
-        own_weight = weight if is_training else weight.detach()
+            own_weight = weight.detach()
         return key_slots.view(keys.shape).to(ids.device), own_weight
 
     def _as_keys(self, ids: Tensor) -> Tensor:
@@ -207,34 +210,6 @@ class _KeyedModule(nn.Module):
                 next_step="hash other keys to 64 bits, and convert them with .long()",
             )
         return ids.to(device="cpu", dtype=torch.int64)
-
-    def _refuse_caller(self) -> None:
-        """Refuse lookups of training that cannot be repeated, or that others do not see."""
-        if torch._C._current_graph_task_id() != -1:
-            found = "a lookup within a backward pass, as activation checkpointing does it again"
-            expected = "lookups in the forward pass only, since each counts"
-            next_step = "look keys up outside of what torch.utils.checkpoint calls"
-        elif rank_and_count()[1] > 1:
-            found = f"training on {rank_and_count()[1]} ranks"
-            expected = "one trainer: ranks would give different keys to the same rows"
-            next_step = "train keyed tables in one process"
-        elif not isinstance(self.weight, Parameter):
-            found, expected = "torch.func.functional_call", "a lookup with the module's own weight"
-            next_step = "train the module itself"
-        elif "_is_replica" in self.__dict__:
-            found, expected = "a replica of nn.DataParallel", "the module itself"
-            next_step = "train keyed tables in one process, without nn.DataParallel"
-        elif self.weight.is_cpu and self.weight.is_shared():
-            found = "a weight whose memory processes share, while each has its own keys"
-            expected, next_step = "one process that trains", "do not call share_memory()"
-        elif torch._C._get_tracing_state() is not None:
-            found, expected = "torch.jit.trace", "a module that Python calls"
-            next_step = "trace the model in evaluation, or with to_table(vocabulary) in its place"
-        else:
-            return
-        raise SettingsError(
-            self.slots.rows.subject, found=found, expected=expected, next_step=next_step
-        )
 
     def get_extra_state(self) -> dict[str, Any]:
         """Return keys and counts for `state_dict()`; the weight is a parameter as others are."""

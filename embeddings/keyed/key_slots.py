@@ -15,6 +15,7 @@ from recpoint.embeddings.home.initial import Initial
 from recpoint.embeddings.keyed.admission import Admission
 from recpoint.embeddings.keyed.eviction import Eviction, sorted_slots
 from recpoint.embeddings.keyed.expiry import Expiry
+from recpoint.embeddings.keyed.open_lookups import OpenLookups
 from recpoint.embeddings.keyed.slot_values import SlotValues
 from recpoint.embeddings.tables.tables import Marker
 from recpoint.errors import SettingsError
@@ -40,6 +41,7 @@ class KeySlots:
 
     Attributes:
         rows: values and optimizer state of the slots.
+        open_lookups: those of training whose backward pass may still come.
         row_states: name -> int64 [capacity_rows + 1], on the CPU; see `keyed_rows.py`. The same
             tensors until `grow`. A restore writes into them and then calls `load_state_dict`.
         marker: told of slots before anything of them changes; None: nobody asks for it.
@@ -61,6 +63,7 @@ class KeySlots:
         name: str,
     ) -> None:
         self.rows = SlotValues(weight, initial, name=name, sparse=sparse)
+        self.open_lookups = OpenLookups()
         self.marker: Marker | None = None
         self.steps = self.inserted = self.evicted = self.refused = 0
         self.looked_up_step = -1
@@ -141,7 +144,9 @@ class KeySlots:
     def delete(self, keys: Tensor) -> None:
         """Take the slots from keys, int64 [n], as if they had never had one; others are ignored."""
         slots = self.find(keys)
-        self._empty(torch.unique(slots[slots > 0]))
+        slots = torch.unique(slots[slots > 0])
+        self.open_lookups.leave(slots)
+        self._empty(slots)
 
     def begin_states(self, optimizers: Sequence[Optimizer]) -> None:
         """Begin the entries of slots that changed hands in the states of optimizers.
@@ -214,6 +219,7 @@ class KeySlots:
         self._gate.load_state_dict(state["admission"])
         self.rows.drop_pending()
         self.rows.follow_weight()
+        self.open_lookups.leave(torch.arange(1, self.capacity_rows + 1))
         self._rebuild()
 
     def refuse_settings(self, state: Mapping[str, Any]) -> None:
@@ -285,6 +291,8 @@ class KeySlots:
         if free_count:
             slots = torch.cat([leaving, self._map.free_slots(free_count)])
         slots = slots.sort().values
+        if leaving.numel():
+            self.open_lookups.leave(leaving, since=self.steps)
         self._begin_change(slots)
         if leaving.numel():
             self._map.remove(self.row_states[KEY].index_select(0, leaving))
@@ -298,6 +306,7 @@ class KeySlots:
         self._end_change()
 
     def _evict(self, slots: Tensor) -> None:
+        self.open_lookups.leave(slots, since=self.steps)
         self._empty(slots)
         self.evicted += slots.numel()
 

@@ -310,6 +310,8 @@ def test_gradients_of_sample_weights_are_of_the_rows_at_the_lookup(is_training: 
     assert torch.equal(weights.grad, values)
 
 
+# torch hides the warning by a filter that does not help where warnings are errors.
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
 def test_a_compiled_model_trains_as_the_model_does() -> None:
     torch.manual_seed(1)
     layer = nn.Linear(_DIM, 1)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from torch.optim import ASGD, LBFGS, SGD, Adafactor, Adagrad, Adam, Optimizer, Rprop
 from torch.optim.swa_utils import AveragedModel
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -260,3 +261,66 @@ def test_a_functional_call_with_another_weight() -> None:
     weight = keyed.weight.detach().clone().requires_grad_()
     with pytest.raises(SettingsError, match="functional_call"):
         torch.func.functional_call(keyed, {"weight": weight}, (torch.tensor([1]),))
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+def test_a_backward_pass_after_rows_of_its_lookup_have_left(sparse: bool) -> None:
+    keyed = KeyedEmbedding(2, 4, evict=LeastUsed(), sparse=sparse)
+    optimizer = SGD(keyed.parameters(), lr=1.0)
+    for _ in range(2):
+        keyed(torch.tensor([1, 2])).sum().backward()
+        optimizer.step()
+    early = keyed(torch.tensor([10, 11]))
+    optimizer.step()
+    keyed(torch.tensor([1, 20])).sum().backward()
+    optimizer.zero_grad()
+    assert keyed.keys().tolist() == [1, 2, 11, 20]
+    with pytest.raises(SettingsError, match="lookup at step 2, after some of its rows have left"):
+        early.sum().backward()
+    assert keyed.weight.grad is None
+    kept = keyed(torch.tensor([1, 20]))
+    optimizer.step()
+    keyed(torch.tensor([30]))  # 11 leaves
+    kept.sum().backward()
+    assert keyed.weight.grad is not None
+    deleted = keyed(torch.tensor([30]))
+    keyed.slots.delete(torch.tensor([30]))
+    with pytest.raises(SettingsError, match="have left"):
+        deleted.sum().backward()
+
+
+def test_a_backward_pass_after_rows_of_its_lookup_have_expired() -> None:
+    keyed = KeyedEmbedding(2, 4, evict=LeastRecent(ttl_batches=1))
+    optimizer = SGD(keyed.parameters(), lr=1.0)
+    early = keyed(torch.tensor([1]))
+    for _ in range(2):
+        optimizer.step()
+    keyed(torch.tensor([2]))
+    with pytest.raises(SettingsError, match="have left"):
+        early.sum().backward()
+
+
+def test_a_backward_pass_after_a_restore() -> None:
+    keyed = KeyedEmbedding(2, 4)
+    stored = copy.deepcopy(keyed.state_dict())
+    early = keyed(torch.tensor([1]))
+    copied = copy.deepcopy(keyed)
+    keyed.load_state_dict(stored)
+    copied(torch.tensor([1])).sum().backward()
+    with pytest.raises(SettingsError, match="have left"):
+        early.sum().backward()
+
+
+def test_a_weight_that_is_no_parameter() -> None:
+    keyed = KeyedEmbedding(2, 4)
+    ids = torch.tensor([1])
+    with pytest.raises(SettingsError, match="functional_call"):
+        torch.func.functional_call(keyed, {"weight": keyed.weight * 2}, (ids,))
+    torch.func.functional_call(keyed, dict(keyed.named_parameters()), (ids,)).sum().backward()
+    assert keyed.weight.grad is not None
+    parametrize.register_parametrization(keyed, "weight", nn.Identity())
+    keyed(ids)  # the parameter itself
+    parametrize.register_parametrization(keyed, "weight", nn.Tanh())
+    with pytest.raises(SettingsError, match="parametrizations"):
+        keyed(ids)
+    assert keyed.keys().tolist() == [1]
