@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Final
@@ -37,6 +38,8 @@ __all__ = ["SinkPublisher"]
 
 _log = logging.getLogger("recpoint.serving")
 
+#: How long a checkpoint that could not be read is left alone.
+_RETRY_SECONDS: Final = 60.0
 _MASK: Final = (1 << 64) - 1
 
 
@@ -82,6 +85,7 @@ class SinkPublisher:
         self._replace = replace
         self._threads = threads
         self._has_wanted_tables_of: CheckpointRef | None = None
+        self._failed: dict[ManifestName, tuple[float, RecpointError]] = {}
 
     def poll(self, *, on_progress: OnProgress | None = None) -> CommittedVersion | None:
         """Bring the sink to the best checkpoint of the channel; return what it then holds.
@@ -107,13 +111,19 @@ class SinkPublisher:
         error: RecpointError | None = None
         goal = find_wanted(run, self._channel, served)
         routes = Routes(run, self._tables)
+        self._failed = {name: self._failed[name] for name in goal.names if name in self._failed}
         for name in goal.names:
+            recent_damage = self._recent_damage(name)
+            if recent_damage is not None:
+                error = error or recent_damage
+                continue
             begun = self._sink.position().begun  # a checkpoint before, if that was damaged
             try:
                 self._publish(run, routes, name, held, begun, goal.names, on_progress)
             except UnsupportedVersion:
                 raise
             except DAMAGE as damage:
+                self._failed[name] = time.monotonic(), damage
                 error = error or damage
                 _log.warning("passing over %s: %s: %s", name, type(damage).__name__, damage)
                 continue
@@ -121,6 +131,11 @@ class SinkPublisher:
         if error is not None:
             raise error
         return committed
+
+    def _recent_damage(self, name: ManifestName) -> RecpointError | None:
+        """Return why a checkpoint could not be read lately; None: it is to be read."""
+        failed_at, damage = self._failed.get(name, (0.0, None))
+        return damage if time.monotonic() - failed_at < _RETRY_SECONDS else None
 
     def _held(self, run: Run, committed: CommittedVersion | None) -> SinkVersion | None:
         """Return what the sink holds of this run; None: nothing."""
