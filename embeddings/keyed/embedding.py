@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, Final, Literal, NamedTuple, Never
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parameter import Parameter
 
+from recpoint.catalog.restore.keyed_rows import KEY
 from recpoint.embeddings.home.initial import Initial, Uniform
 from recpoint.embeddings.keyed.admission import Admission, EachKey
 from recpoint.embeddings.keyed.callers import refuse_caller
@@ -23,6 +25,7 @@ from recpoint.errors import ScriptingRefused, SettingsError
 
 __all__ = ["KeyCounts", "KeyedEmbedding", "KeyedEmbeddingBag"]
 
+_log = logging.getLogger("recpoint")
 
 _FIRST_VALUES: Final = Uniform()
 
@@ -235,6 +238,13 @@ class _KeyedModule(nn.Module):
                 next_step="build the table with the stored capacity_rows and rules",
             )
         slots.refuse_settings(state)
+        if slots.rows.is_trained and not torch.equal(stored[KEY], slots.row_states[KEY]):
+            _log.warning(
+                "%s: other keys were loaded into slots that have been trained; load the "
+                "optimizer's state_dict() of the same moment, too, or keys get the optimizer state "
+                "of those that had their slots",
+                slots.rows.subject,
+            )
         for name, values in slots.row_states.items():
             values.copy_(stored[name])
         slots.load_state_dict(state)

@@ -95,6 +95,11 @@ class SlotValues:
         return f"keyed table {self.name!r}" if self.name else "a keyed table"
 
     @property
+    def is_trained(self) -> bool:
+        """Whether an optimizer that still exists has trained the table."""
+        return self._trained_by is not None and self._trained_by() is not None
+
+    @property
     def pending_slots(self) -> Tensor:
         """Slots with pending entries, int64 [n]; they may come several times."""
         return torch.cat([torch.empty(0, dtype=torch.int64, device="cpu"), *self._pending])

@@ -202,7 +202,8 @@ class MovedKeys:
         """Return the slots of the checkpoint whose keys stay, ascending, int64 [n]."""
         used = used_rows(own_states[LAST_USE])
         evicted_count = max(len(used) - (table.rows - 1), 0)
-        _log.info(
+        _log.log(
+            logging.WARNING if evicted_count else logging.INFO,
             "keyed table %r: %d keys of the checkpoint go to %d slots, and %d keys were evicted; "
             "the next checkpoint is a full",
             table.name,

@@ -324,3 +324,22 @@ def test_a_weight_that_is_no_parameter() -> None:
     with pytest.raises(SettingsError, match="parametrizations"):
         keyed(ids)
     assert keyed.keys().tolist() == [1]
+
+
+def test_other_keys_in_trained_slots_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    """The optimizer would keep the state of the keys that had the slots."""
+    keyed = KeyedEmbedding(2, 2)
+    optimizer = torch.optim.Adagrad(keyed.parameters())
+    for key in (1, 2):
+        keyed(torch.tensor([key])).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    stored = keyed.state_dict()
+    keyed.load_state_dict(stored)
+    assert not caplog.text
+    keyed(torch.tensor([3])).sum().backward()
+    optimizer.step()
+    keyed.load_state_dict(stored)
+    assert "load the optimizer's state_dict()" in caplog.text
+    KeyedEmbedding(2, 2).load_state_dict(stored)
+    assert caplog.text.count("load the optimizer's") == 1
