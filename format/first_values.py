@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 import zlib
 from functools import lru_cache
-from typing import Annotated, Any, Final, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self
 
 import numpy as np
-import torch
 from pydantic import StringConstraints, model_validator
-from torch import Tensor
 
 from recpoint.format.dtypes import array_bytes, torch_dtype
 from recpoint.format.manifest import TableSpec
 from recpoint.format.records import HexFloat, Part
+
+if TYPE_CHECKING:  # the command line reads records without torch
+    import torch
+    from torch import Tensor
 
 __all__ = ["FirstValueRule", "Words", "mixed", "most_first_rows", "uniform_values"]
 
@@ -112,6 +114,8 @@ def uniform_values(
 
     The hash is SplitMix64 (Steele et al., OOPSLA 2014); its upper 24 bits give the value.
     """
+    import torch
+
     values = torch.empty(len(ids), len(columns), dtype=dtype, device="cpu")
     seed = _hash_of(key)
     offsets: Words = np.arange(columns.start + 1, columns.stop + 1, dtype=np.uint64) + seed

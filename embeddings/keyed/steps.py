@@ -18,6 +18,8 @@ __all__ = ["follow_optimizers"]
 
 _followed: weakref.WeakSet[KeySlots] = weakref.WeakSet()
 _hooks: list[Any] = []
+#: The tables of each optimizer whose step has begun: after it, its groups may not be readable.
+_in_step: weakref.WeakKeyDictionary[Optimizer, list[KeySlots]] = weakref.WeakKeyDictionary()
 
 
 def follow_optimizers(slots: KeySlots) -> None:
@@ -39,12 +41,14 @@ def _trained_by(optimizer: Optimizer) -> Iterator[tuple[KeySlots, Mapping[str, A
 
 
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
-    for slots, group in _trained_by(optimizer):
+    trained = list(_trained_by(optimizer))
+    _in_step[optimizer] = [slots for slots, _ in trained]
+    for slots, group in trained:
         slots.rows.refuse_written()
         slots.rows.train_with(optimizer, group)
 
 
 def _after_step(optimizer: Optimizer, *_: Any) -> None:
-    for slots, _group in _trained_by(optimizer):
+    for slots in _in_step.pop(optimizer, ()):
         slots.steps += 1
         slots.rows.follow_weight()

@@ -218,15 +218,15 @@ class MovedKeys:
 
 def _unused(keys: int, own_states: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return row states of slots 1 … `keys` of the keys from 0 on, which were never used."""
-    states = {name: torch.zeros(keys + 1, dtype=torch.int64) for name in own_states}
-    states[KEY][1:] = torch.arange(keys)
+    states = {name: torch.zeros(keys + 1, dtype=torch.int64, device="cpu") for name in own_states}
+    states[KEY][1:] = torch.arange(keys, device="cpu")
     states[LAST_USE][0] = -1
     return states
 
 
 def _places(slots: Tensor, *, capacity_rows: int) -> Tensor:
     """Return the slots here of keys that have these slots in a checkpoint, each int64 [n]."""
-    is_taken = torch.zeros(capacity_rows + 1, dtype=torch.bool)
+    is_taken = torch.zeros(capacity_rows + 1, dtype=torch.bool, device="cpu")
     is_taken[0] = True
     fits = slots <= capacity_rows
     is_taken[slots[fits]] = True

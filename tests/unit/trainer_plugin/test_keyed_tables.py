@@ -23,6 +23,7 @@ from recpoint.catalog.store.store import open_store
 from recpoint.embeddings import Uniform
 from recpoint.errors import IncompatibleModel, SettingsError
 from recpoint.format.naming import ManifestName
+from recpoint.trainer_plugin.snapshot.window import Window
 from tests.consolidation import merge
 from tests.keyed_training import (
     DIM,
@@ -33,6 +34,7 @@ from tests.keyed_training import (
     keyed_checkpointer,
     rows_by_key,
 )
+from tests.running_parts import pipeline_of
 from tests.training_builder import Place, until
 
 
@@ -281,6 +283,14 @@ def test_rounded_rows_keep_their_keys(place: Place, residual: bool) -> None:
             assert torch.allclose(torch.tensor(row[1]), torch.tensor(stored[key][1]), atol=0.2)
 
 
+def _wait_for_a_copied_row(ckpt: Checkpointer) -> None:
+    """Wait until the open window has copied something, also where the machine is busy."""
+    ahead = pipeline_of(ckpt).ahead
+    assert ahead is not None and isinstance(ahead.window, Window)
+    window = ahead.window
+    until(lambda: window._copier is not None and window._copier.copied()[0] > 0)
+
+
 def test_a_full_is_copied_before_its_cut(place: Place) -> None:
     uninterrupted = KeyedTraining(12)
     for _ in range(14):
@@ -297,6 +307,8 @@ def test_a_full_is_copied_before_its_cut(place: Place) -> None:
             while ckpt.batches_done < last:
                 training.batch()
                 ckpt.step()
+                if last == 9 and ckpt.batches_done < 4:
+                    _wait_for_a_copied_row(ckpt)
     assert Run.open(open_store(place.run)).manifest(4, 1).copied_ahead is not None
     assert everything(training) == everything(uninterrupted)
 

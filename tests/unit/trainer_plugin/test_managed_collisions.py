@@ -199,7 +199,7 @@ def test_what_cannot_be_restored_is_named(played: dict[tuple[str, str], list[Any
     assert "'collisions.last_access_iter': 'I64[]'} here and {" in refused["to another policy"]
     (parts,) = played["refused", "parts"]
     assert "has managed collisions, and its values alone would be rows" in parts["part"]
-    assert "the raw ids of its rows are not read from such a checkpoint" in parts["seeded"]
+    assert "and those of its rows are not read from such a checkpoint" in parts["seeded"]
     assert "found managed collisions, which map ids to its rows" in parts["deleted"]
     assert "use apply_optimizer_in_backward on the tables before" in parts["kernel"]
     assert "t0' has managed collisions, and an import has none" in parts["imported"]
