@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -24,6 +25,9 @@ LOOPS = [
     ("pipelined", "TrainPipelineSparseDistLite"),
 ]
 BATCHES, STOP = list(range(10)), 5
+#: TorchRec 1.5 has no `TrainPipelineSparseDistLite`, and no pipelines that move rows.
+LACKS_LATER = MISSING is None and version("torchrec").startswith("1.5.")
+NEEDS_LATER = pytest.mark.skipif(LACKS_LATER, reason="a pipeline came with TorchRec 1.6")
 
 
 @pytest.fixture(scope="module")
@@ -36,13 +40,19 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
         return {"play": play, "ranks": 2, **places, **own}
 
     plays = [at("plain", how="batches", pipeline="")]
-    for number, (how, pipeline) in enumerate(LOOPS):
+    for number, (how, pipeline) in enumerate(LOOPS[:-1] if LACKS_LATER else LOOPS):
         loop = {"how": how, "pipeline": pipeline}
         plays += [at(str(number), **loop, stop_after=STOP), at(str(number), **loop)]
-    return play([*plays, at("refused", "pipelines_refused")], folder)
+    if not LACKS_LATER:
+        plays.append(at("refused", "pipelines_refused"))
+    return play(plays, folder)
 
 
-@pytest.mark.parametrize("number", range(len(LOOPS)), ids=[" ".join(loop) for loop in LOOPS])
+@pytest.mark.parametrize(
+    "number",
+    [*range(len(LOOPS) - 1), pytest.param(len(LOOPS) - 1, marks=NEEDS_LATER)],
+    ids=[" ".join(loop) for loop in LOOPS],
+)
 def test_a_stopped_pipeline_ends_as_a_plain_loop(number: int, played: list[list[Any]]) -> None:
     plain, (stopped, restarted) = played[0], played[1 + 2 * number : 3 + 2 * number]
     for rank in range(2):
@@ -54,6 +64,7 @@ def test_a_stopped_pipeline_ends_as_a_plain_loop(number: int, played: list[list[
             assert same(restarted[rank][part], plain[rank][part]), part
 
 
+@NEEDS_LATER
 def test_pipelines_that_move_rows_or_ask_in_mid_step_are_refused(played: list[list[Any]]) -> None:
     refused = played[-1][0]
     for kind in ("TrainPipelineSparseDistEmbStash", "TrainPipelineSparseDistOptStash"):
