@@ -114,7 +114,7 @@ MARKED: Mapping[str, MarkedPart] = {
     "prometheus": MarkedPart(160, ("dashboards/",)),
     "ray": MarkedPart(600, ("embeddings/",)),
     "runbook": MarkedPart(200, ("docs/how-to/", "flows/")),
-    "sinks": MarkedPart(400, ("serving/sinks/",)),
+    "sinks": MarkedPart(1100, ("serving/sinks/",)),
     "site": MarkedPart(120, ("docs/", "mkdocs.yml")),
     "triton": MarkedPart(95, ("kernels/",)),
     "tutorials": MarkedPart(120, ("docs/tutorials/", "examples/")),
