@@ -281,7 +281,8 @@ class KeyedEmbedding(_KeyedModule):
         sparse: whether gradients are sparse.
         name: what `initial` gets as the name of the table. Tables with equal names, rules and keys
             begin with equal values.
-        device, dtype: of the weight. The keys are on the CPU.
+        device: of the weight. The keys are on the CPU.
+        dtype: of the weight.
 
     Raises:
         SettingsError: a setting cannot work.
@@ -341,10 +342,17 @@ class KeyedEmbeddingBag(_KeyedModule):
     the keys with rows.
 
     Args:
-        dim, capacity_rows: see `KeyedEmbedding`.
-        initial, admit, evict, sparse, name, device, dtype: see `KeyedEmbedding`.
+        dim: values in a row.
+        capacity_rows: number of keys that can have rows at the same time.
         mode: "sum", "mean" or "max".
         include_last_offset: whether `offsets` ends with the number of keys.
+        initial: see `KeyedEmbedding`, as for all that follow.
+        admit: which keys get rows.
+        evict: which rows leave first.
+        sparse: whether gradients are sparse.
+        name: what `initial` gets as the name of the table.
+        device: of the weight.
+        dtype: of the weight.
 
     Raises:
         SettingsError: a setting cannot work.

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["publish_to", "sinks"]
 
 SinkArgument = Annotated[
-    str, typer.Argument(metavar="SINK", help="redis://HOST[:PORT][/DB] or sqlite:PATH.")
+    str, typer.Argument(metavar="SINK", help="redis://HOST/DATABASE or sqlite:PATH.")
 ]
 
 sinks = typer.Typer(
