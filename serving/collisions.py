@@ -19,52 +19,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from recpoint.catalog.restore.chunks import StoredRows
-from recpoint.catalog.restore.coded_state import state_values
 from recpoint.catalog.restore.rows import LogicalTable
-from recpoint.embeddings.tables.managed_collisions import NO_ID, RAW_ID, IdShards, MappedTable
+from recpoint.embeddings.tables.managed_collisions import NO_ID, IdShards, MappedTable
 from recpoint.errors import IncompatibleModel
 from recpoint.format.manifest import Manifest
-from recpoint.serving.tables import CodedTable
 
-__all__ = ["CodedRowsWithIds", "ServedCollisions"]
+__all__ = ["ServedCollisions"]
 
 #: What is read and written of a module.
 _ATTRIBUTES = ("_input_hash_size", "_mch_remapped_ids_mapping", "_mch_sorted_raw_ids", "remap")
-
-
-class CodedRowsWithIds:
-    """Takes rows of a table as they are stored, and their raw ids; a `RowSink`.
-
-    Args:
-        coded: takes the rows.
-        table: the table of the checkpoint.
-        raw_ids: takes the raw ids, int64 [rows].
-    """
-
-    def __init__(self, coded: CodedTable, table: LogicalTable, raw_ids: Tensor) -> None:
-        self._coded, self._raw_ids = coded, raw_ids
-        self._state = [state.name for state in table.row_states].index(RAW_ID)
-
-    @property
-    def wanted(self) -> None:
-        """None: all rows are wanted; see `catalog.restore.target.RowSink`."""
-        return None
-
-    def take(self, stored: StoredRows, positions: Tensor | None) -> None:
-        """Take rows and raw ids over; see `catalog.restore.target.RowSink.take`."""
-        self._coded.take(stored, positions)
-        raw_ids = state_values(stored.row_states[self._state])
-        rows = stored.rows
-        if isinstance(rows, range):
-            rows = torch.arange(rows.start, rows.stop, device="cpu")
-        if positions is not None:
-            rows, raw_ids = rows[positions], raw_ids[positions]
-        self._raw_ids[rows] = raw_ids
-
-    def mark(self, rows: range | Tensor) -> None:
-        """Note rows of an increment; see `catalog.restore.target.RowSink.mark`."""
-        self._coded.mark(rows)
 
 
 class _ShardOfIds(NamedTuple):

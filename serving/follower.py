@@ -21,11 +21,12 @@ from recpoint.errors import ForeignObject, RecpointError, SettingsError, Unsuppo
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import RUN_KEY, ManifestName
 from recpoint.format.records import CheckpointRef
-from recpoint.serving.coded_lookups import replace_lookups
 from recpoint.serving.goal import CHANNELS, Channel, FollowerGoal, find_pinned, find_wanted
-from recpoint.serving.model import Copies, Version
+from recpoint.serving.lookups import replace_lookups
+from recpoint.serving.model import Copies
 from recpoint.serving.standing import FollowerStanding, Standings
 from recpoint.serving.update import OnProgress, Updater
+from recpoint.serving.version import Version
 
 __all__ = ["Follower", "Status"]
 
@@ -93,6 +94,9 @@ class Follower:
     and while it reads, some chunks. An increment is read and decoded once; the copy that is
     replaced takes over the changed rows from the other copy.
 
+    Keyed tables are looked up by key, and a key without a row gets zeros. In a model, lookups take
+    the place of `KeyedEmbedding` and `KeyedEmbeddingBag`, whatever their capacity.
+
     Args:
         url: the run. It need not exist yet: until it does, the log says so from the first look on,
             and so does the error that `reading` raises.
@@ -110,7 +114,8 @@ class Follower:
 
     Raises:
         SettingsError: a setting that cannot work, or a URL that names no store.
-        IncompatibleModel: with `quantized`: an embedding that cannot be kept as codes.
+        IncompatibleModel: a keyed embedding whose lookups do more than look rows up; with
+            `quantized`: an embedding that cannot be kept as codes.
     """
 
     def __init__(
@@ -127,8 +132,8 @@ class Follower:
     ) -> None:
         _check(model, tables, channel, poll_seconds, reader_wait_seconds, threads)
         self._store = open_store(url)
-        if model is not None and quantized:
-            replace_lookups(model)
+        if model is not None:
+            replace_lookups(model, coded=quantized)
         self._copies = Copies(model, self._store.url)
         self._tables = None if tables is None else frozenset(tables)
         self._channel: Channel = channel

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import reduce
 from typing import Final
 
@@ -16,106 +14,21 @@ from torch import Tensor, nn
 
 from recpoint.catalog.restore.in_place import fits, write
 from recpoint.catalog.restore.keyed_rows import has_keys
-from recpoint.catalog.restore.placement import TablePart, map_parts
 from recpoint.catalog.restore.restore import dense_tensors, extra_states
 from recpoint.catalog.restore.rows import LogicalTable, logical_tables
 from recpoint.catalog.restore.state import canonical_name
-from recpoint.catalog.restore.target import RowSink, TableTarget
-from recpoint.catalog.run.chain import Chain
-from recpoint.embeddings.tables.managed_collisions import (
-    NO_ID,
-    RAW_ID,
-    has_raw_ids,
-    mapped_tables,
-)
-from recpoint.errors import IncompatibleModel, NotServing, UnknownRow, UnknownTable
+from recpoint.embeddings.tables.managed_collisions import has_raw_ids, mapped_tables
+from recpoint.errors import IncompatibleModel, NotServing
 from recpoint.format.dtypes import torch_dtype
 from recpoint.format.manifest import Manifest
-from recpoint.format.records import CheckpointRef
 from recpoint.kernels import dirty_bitmap
-from recpoint.serving.coded_lookups import CodedBag, CodedEmbedding, coded_lookups
-from recpoint.serving.collisions import CodedRowsWithIds, ServedCollisions
-from recpoint.serving.tables import CodedTable, FloatTable, ServedTable, coded_bytes
+from recpoint.serving.collisions import ServedCollisions
+from recpoint.serving.keyed_table import RowsByKey, ServedTable
+from recpoint.serving.lookups import ByKey, TableLookup, table_lookups
+from recpoint.serving.tables import CodedTable, FloatTable
+from recpoint.serving.version import Version
 
-__all__ = ["ALL", "Bitmaps", "Copies", "Loading", "Version"]
-
-
-_MOST_NAMES: Final = 10
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Version:
-    """A checkpoint in memory: tables and dense layers of one step.
-
-    Use it only inside the `with` block of `Follower.reading` that gave it, and do not write to it.
-    After the block, its memory is used for a later version.
-
-    Attributes:
-        checkpoint: the checkpoint.
-        committed_ms: when it was committed, in milliseconds since the Unix epoch, by the agent's
-            clock.
-        served_ms: when it was first served, by this host's clock.
-        model: the model of the follower, if it has one, in evaluation mode.
-        tables: by name.
-        dense: parameters and buffers except the tables, by name; on the CPU.
-    """
-
-    checkpoint: CheckpointRef
-    committed_ms: int
-    served_ms: int
-    model: nn.Module | None
-    tables: Mapping[str, ServedTable]
-    dense: Mapping[str, Tensor]
-
-    @property
-    def step(self) -> int:
-        """Batches trained."""
-        return self.checkpoint.step
-
-    def lookup(self, table: str, ids: Tensor) -> Tensor:
-        """Return rows `ids` [...] of a table: [..., dim] of the table's dtype, in new memory.
-
-        Raises:
-            UnknownTable: there is no such table, or it is not followed; a KeyError.
-            UnknownRow: an id in CPU memory is out of range; an IndexError.
-            TypeError: the ids are not integers.
-        """
-        served = self.tables.get(table)
-        if served is None:
-            names = sorted(self.tables)
-            more = len(names) - _MOST_NAMES
-            raise UnknownTable(
-                f"table {table!r}",
-                found=f"no such table at step {self.step}",
-                expected=f"one of {', '.join(map(repr, names[:_MOST_NAMES]))}"
-                + (f" and {more} more" if more > 0 else "")
-                if names
-                else "a table; none is followed",
-                next_step="look up one of these; if it is in the checkpoint (recpoint show URL), "
-                "name it in Follower(tables=...)",
-            )
-        try:
-            return served.lookup(ids)
-        except IndexError:
-            outside = ids[(ids < 0) | (ids >= served.rows)]
-            if not outside.numel():
-                raise
-            raise UnknownRow(
-                f"table {table!r}",
-                found=f"row {int(outside[0])} among {ids.numel()} ids",
-                expected=f"rows 0 … {served.rows - 1}, of {served.rows} at step {self.step}",
-                next_step="look up rows that the table has; ids that came into use later need a "
-                "larger table in training",
-            ) from None
-
-    def __call__(self, *inputs: object) -> object:
-        """Return the model's output for `inputs`, without gradients."""
-        if self.model is None:
-            raise TypeError("the follower was made without a model")
-        import torch
-
-        with torch.no_grad():
-            return self.model(*inputs)
+__all__ = ["ALL", "Bitmaps", "Copies", "ModelCopy", "changed_ids", "tables_with_raw_ids"]
 
 
 class ServedModel:
@@ -130,7 +43,7 @@ class ServedModel:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model.eval().requires_grad_(False)
-        self._coded = coded_lookups(model)
+        self._lookups = table_lookups(model)
         self._collisions = {
             mapped.name: ServedCollisions(mapped) for mapped in mapped_tables(model)
         }
@@ -141,15 +54,19 @@ class ServedModel:
         }
 
     def table(self, name: str) -> FloatTable | None:
-        """Return an embedding's weight as a table; None if the table is kept as codes."""
+        """Return an embedding's weight as a table; None: its lookups were replaced."""
         weight = self._weights.get(name)
         return None if weight is None else FloatTable(weight.detach())
 
+    def device_of(self, name: str) -> torch.device:
+        """Return where decoded rows of a table are looked up."""
+        module = self._lookups.get(name)
+        return module.device if isinstance(module, ByKey) else torch.device("cpu")
+
     def use(self, tables: Mapping[str, ServedTable]) -> None:
-        """Direct lookups of coded embeddings to these tables."""
-        for name, module in self._coded.items():
-            if isinstance(module, CodedEmbedding | CodedBag):
-                module.table = tables[name]
+        """Direct lookups that were replaced to these tables."""
+        for name, module in self._lookups.items():
+            module.table = tables[name]
 
     def check_tables(self, manifest: Manifest) -> None:
         """Check that the model has the same tables as the checkpoint.
@@ -157,7 +74,7 @@ class ServedModel:
         Raises:
             IncompatibleModel: they differ, each difference named.
         """
-        model_tables = {*self._weights, *self._coded}
+        model_tables = {*self._weights, *self._lookups}
         stored_tables = logical_tables(manifest.tables)
         faults = [
             f"table {name!r} is not in the checkpoint"
@@ -177,12 +94,28 @@ class ServedModel:
             for name in model_tables & stored_tables.keys()
             if has_raw_ids(stored_tables[name]) and name not in self._collisions
         ]
-        faults += [
-            f"table {name!r} has keys in the checkpoint (KeyedEmbedding), which nothing serves yet"
-            for name, stored in sorted(stored_tables.items())
-            if has_keys([state.name for state in stored.row_states])
-        ]
+        for name in model_tables & stored_tables.keys():
+            faults += self._key_faults(stored_tables[name], self._lookups.get(name))
         _refuse(manifest, faults)
+
+    @staticmethod
+    def _key_faults(stored: LogicalTable, lookup: TableLookup | None) -> Iterator[str]:
+        """Yield what differs if the table or the model goes by keys."""
+        is_keyed = has_keys([state.name for state in stored.row_states])
+        if is_keyed != isinstance(lookup, ByKey):
+            kinds = ("rows by number", "keys (KeyedEmbedding)")
+            yield (
+                f"table {stored.name!r} has {kinds[not is_keyed]} in the model and "
+                f"{kinds[is_keyed]} in the checkpoint"
+            )
+        elif isinstance(lookup, ByKey) and (lookup.dim, lookup.dtype) != (
+            stored.dim,
+            torch_dtype(stored.dtype),
+        ):
+            yield (
+                f"table {stored.name!r} has {lookup.dim} values of {lookup.dtype} a row in the "
+                f"model and {stored.dim} of {stored.dtype} in the checkpoint"
+            )
 
     def check_state(self, manifest: Manifest, state: Mapping[int, object]) -> None:
         """Check that it has the checkpoint's dense layers, and can map raw ids as the trainer.
@@ -191,7 +124,7 @@ class ServedModel:
             IncompatibleModel: dense layers differ, each difference named; or raw ids of a table
                 cannot be mapped.
         """
-        mapped = _with_raw_ids(manifest)
+        mapped = tables_with_raw_ids(manifest)
         for name, table in mapped.items():
             self._collisions[name].check(manifest, table, state)
         model_tensors, stored_tensors = self._dense(mapped), dense_tensors(state)
@@ -267,16 +200,10 @@ class ServedModel:
         return {name: tensor for name, tensor in named.items() if not name.startswith(left_out)}
 
 
-def _with_raw_ids(manifest: Manifest) -> dict[str, LogicalTable]:
+def tables_with_raw_ids(manifest: Manifest) -> dict[str, LogicalTable]:
+    """Return the tables whose raw ids are row states, by name."""
     tables = logical_tables(manifest.tables)
     return {name: table for name, table in tables.items() if has_raw_ids(table)}
-
-
-def _new_raw_ids(manifest: Manifest) -> dict[str, FloatTable]:
-    return {
-        name: FloatTable(torch.full((table.rows, 1), NO_ID, dtype=torch.int64, device="cpu"))
-        for name, table in _with_raw_ids(manifest).items()
-    }
 
 
 def _form(tensor: Tensor) -> str:
@@ -299,6 +226,14 @@ ALL: Final = None
 #: Dirty bitmaps by the table's name and the first column of its piece. If a table was sharded by
 #: columns, an increment may hold a row of one piece and not of another.
 Bitmaps = dict[tuple[str, int], Tensor]
+
+
+def changed_ids(changed: Bitmaps, name: str, table: ServedTable) -> Tensor:
+    """Return the rows of a table that are marked in any of its pieces: int64 [n], ascending."""
+    bitmaps = [bits for (marked, _), bits in changed.items() if marked == name]
+    if not bitmaps:
+        return torch.empty(0, dtype=torch.int64, device="cpu")
+    return dirty_bitmap.collect(reduce(torch.bitwise_or, bitmaps), rows=table.rows)
 
 
 class ModelCopy:
@@ -351,9 +286,8 @@ class ModelCopy:
         if self.behind is ALL:
             self._copy_rows(rows, newer, None)
             return
-        changed = [bits for (table, _), bits in self.behind.items() if table == name]
-        if changed:
-            ids = dirty_bitmap.collect(reduce(torch.bitwise_or, changed), rows=newer.rows)
+        ids = changed_ids(self.behind, name, newer)
+        if ids.numel():
             self._copy_rows(rows, newer, ids)
 
     @staticmethod
@@ -362,140 +296,18 @@ class ModelCopy:
             rows.copy_rows(newer, ids)
         elif isinstance(rows, CodedTable) and isinstance(newer, CodedTable):
             rows.copy_rows(newer, ids)
+        elif isinstance(rows, RowsByKey) and isinstance(newer, RowsByKey):
+            rows.copy_rows(newer, ids)
+
+    def device_of(self, name: str) -> torch.device:
+        """Return where decoded rows of a table are looked up."""
+        return torch.device("cpu") if self.model is None else self.model.device_of(name)
 
     def _like(self, name: str, table: ServedTable) -> ServedTable:
         weight = None if self.model is None else self.model.table(name)
         if weight is not None:
             return weight
-        if isinstance(table, CodedTable):
-            return table.empty_like()
-        return FloatTable(torch.empty_like(table.values))
-
-
-class Loading:
-    """Reads a chain into a copy; a `RestoreTarget`.
-
-    Args:
-        copy: the copy to read into. If the chain does not start with a full, it has caught up.
-        chain: the chain to read.
-        wanted_tables: names of tables; None: all.
-        coded: if most rows of a table are quantized, keep them as they are stored.
-
-    Attributes:
-        changed: the rows that increments brought.
-    """
-
-    def __init__(
-        self, copy: ModelCopy, chain: Chain, wanted_tables: Collection[str] | None, *, coded: bool
-    ) -> None:
-        self._copy = copy
-        self._chain = chain
-        self._wanted_tables = wanted_tables
-        self._coded = coded
-        self._from_full = chain.manifests[0].parent is None
-        self.changed: Bitmaps = {}
-
-    def begin(self, manifest: Manifest) -> Sequence[TableTarget | RowSink | None]:
-        """See `RestoreTarget.begin`."""
-        self.changed.clear()
-        tables = logical_tables(manifest.tables)
-        for name in sorted(set(self._wanted_tables or ()) - tables.keys()):
-            raise IncompatibleModel(
-                f"table {name!r}",
-                found=f"no such table in {manifest.ref}",
-                expected=f"one of {', '.join(sorted(tables))[:500]}",
-                next_step="name tables of the checkpoint",
-            )
-        model = self._copy.model
-        if model is not None:
-            model.check_tables(manifest)
-        if self._from_full:
-            for name in self._copy.tables.keys() - tables.keys():
-                del self._copy.tables[name]
-            self._copy.raw_ids = {} if model is None else _new_raw_ids(manifest)
-        chosen = [
-            t for n, t in tables.items() if self._wanted_tables is None or n in self._wanted_tables
-        ]
-        coded: dict[int, RowSink] = {}
-        parts: list[TablePart] = []
-        for table in chosen:
-            served = self._served(table)
-            if isinstance(served, CodedTable):
-                changed = self.changed[table.name, 0] = dirty_bitmap.new(table.rows)
-                sink: RowSink = served.into(table, changed)
-                if table.name in self._copy.raw_ids:
-                    raw_ids = self._copy.raw_ids[table.name].values.flatten()
-                    sink = CodedRowsWithIds(served, table, raw_ids)
-                coded[table.pieces[0].index] = sink
-            else:
-                parts += self._parts(table, served.values)
-        targets = map_parts(manifest, parts)
-        return [coded.get(index, target) for index, target in enumerate(targets)]
-
-    def check_state(self, manifest: Manifest, state: dict[int, object]) -> None:
-        """See `StateCheckingTarget.check_state`."""
-        if self._copy.model is not None:
-            self._copy.model.check_state(manifest, state)
-
-    def finish(self, manifest: Manifest, state: dict[int, object]) -> None:
-        """See `RestoreTarget.finish`."""
-        for table in self._copy.tables.values():
-            table.finish()
-        self._copy.dense = dense_tensors(state)
-        if self._copy.model is not None:
-            self._copy.model.use(self._copy.tables)
-            self._copy.model.load_state(state, self._copy.raw_ids)
-
-    def _parts(self, table: LogicalTable, values: Tensor) -> Iterator[TablePart]:
-        for piece in table.pieces:
-            first, stop = piece.columns.start, piece.columns.stop
-            changed = self.changed[table.name, first] = dirty_bitmap.new(table.rows)
-            row_states = {}
-            if table.name in self._copy.raw_ids:
-                row_states[RAW_ID] = self._copy.raw_ids[table.name].values.flatten()
-            yield TablePart(
-                table=table.name,
-                values=values[:, first:stop],
-                row_states=row_states,
-                first_column=first,
-                changed=changed,
-            )
-
-    def _served(self, table: LogicalTable) -> ServedTable:
-        served = self._copy.tables.get(table.name)
-        if self._from_full or served is None:
-            served = self._copy.tables[table.name] = self._table(table, served)
-        return served
-
-    def _table(self, table: LogicalTable, current: ServedTable | None) -> ServedTable:
-        weight = None if self._copy.model is None else self._copy.model.table(table.name)
-        if weight is not None:
-            return weight
-        # Each piece of a row has its own scale, so only tables stored whole are kept as codes.
-        bits = self._bits(table.pieces[0].index) if self._coded and len(table.pieces) == 1 else 0
-        if bits:
-            fits = isinstance(current, CodedTable) and current.fits(table) and current.bits == bits
-            return current if fits and current is not None else CodedTable(table, bits)
-        fits = isinstance(current, FloatTable) and current.fits(table)
-        return current if fits and current is not None else FloatTable.empty(table)
-
-    def _bits(self, table: int) -> int:
-        """Return the width of codes that keeps a table in the least memory, wider rows beside it.
-
-        0 unless most rows are quantized, of those that are not computed from a rule.
-        """
-        rows_of_bits: Counter[int] = Counter()
-        rows = 0
-        for link in self._chain.manifests:
-            for entry in link.chunks:
-                if entry.table == table and entry.scheme != "first":
-                    rows += entry.row_count or 0
-                    if entry.scheme == "asymmetric" and entry.bits:
-                        rows_of_bits[entry.bits] += entry.row_count or 0
-        if 2 * rows_of_bits.total() <= rows:
-            return 0
-        dim = self._chain.manifests[-1].tables[table].dim
-        return min(rows_of_bits, key=lambda bits: (coded_bytes(rows_of_bits, dim, bits), bits))
+        return table.empty_like()
 
 
 class Copies:

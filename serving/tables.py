@@ -20,7 +20,7 @@ from recpoint.format.manifest import CODE_BITS
 from recpoint.kernels import bit_packing, quantize, row_gather
 from recpoint.serving.rows_beside import RowsBeside
 
-__all__ = ["CodedTable", "FloatTable", "ServedTable", "coded_bytes"]
+__all__ = ["CodedTable", "FloatTable", "RowTable", "coded_bytes"]
 
 #: Bytes copied or converted at once when that needs temporary memory.
 _PASS_BYTES: Final = 8 << 20
@@ -42,9 +42,14 @@ class FloatTable:
         self.values = values
 
     @classmethod
-    def empty(cls, table: LogicalTable) -> FloatTable:
-        """Make one for a checkpoint's table, with uninitialised values in new CPU memory."""
-        return cls(torch.empty(table.rows, table.dim, dtype=torch_dtype(table.dtype), device="cpu"))
+    def empty(cls, table: LogicalTable, device: torch.device) -> FloatTable:
+        """Make one for a checkpoint's table, with uninitialised values in new memory."""
+        dtype = torch_dtype(table.dtype)
+        return cls(torch.empty(table.rows, table.dim, dtype=dtype, device=device))
+
+    def empty_like(self) -> FloatTable:
+        """Return a table for as many rows, in memory of its own and without their values."""
+        return FloatTable(torch.empty_like(self.values))
 
     @property
     def rows(self) -> int:
@@ -309,7 +314,7 @@ class CodedTable:
         return bit_packing.pack(bit_packing.unpack(codes, dim=self._spec.dim, bits=bits), self.bits)
 
 
-ServedTable = FloatTable | CodedTable
+RowTable = FloatTable | CodedTable
 
 
 def _ids(rows: range | Tensor, positions: Tensor | None) -> Tensor:

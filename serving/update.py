@@ -16,8 +16,10 @@ from recpoint.errors import RecpointError
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import ManifestName
 from recpoint.kernels import dirty_bitmap
-from recpoint.serving.model import ALL, Bitmaps, Copies, Loading, Version
+from recpoint.serving.loading import Loading
+from recpoint.serving.model import ALL, Bitmaps, Copies
 from recpoint.serving.route import Route, Routes
+from recpoint.serving.version import Version
 
 __all__ = ["OnProgress", "Updater"]
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from recpoint import Checkpointer, Follower
 from recpoint.errors import IncompatibleModel
-from recpoint.serving.model import Version
+from recpoint.serving.version import Version
 from tests.training_builder import (
     ROWS,
     Place,
