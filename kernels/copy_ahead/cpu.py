@@ -176,6 +176,34 @@ class Copier:
         if not library.hand_over(self._address, _address(known_batches)):
             raise MemoryError("no memory to copy rows ahead")
 
+    def hand_over_marked(self, index: int) -> int:
+        """Have the rows of a table copied once more that are marked now.
+
+        Their marks move from `fresh` to `taken`, so no update of a marked row may be outstanding.
+
+        Args:
+            index: of the table; the checkpoint holds all its rows.
+
+        Returns:
+            The number of rows.
+
+        Raises:
+            ValueError: the checkpoint does not hold every row of the table.
+            MemoryError: there is no memory; the copier must not be used any more.
+        """
+        table = self._tables[index]
+        if table.first_places is not None:
+            raise ValueError(f"table {index}: not every row has a place, expected a full")
+        count = dirty_bitmap.count(table.fresh)
+        if count == 0:
+            return 0
+        ids = torch.empty(count, dtype=torch.int64, device="cpu")
+        self._kept_alive.append(ids)
+        handed_rows: int = library.hand_marked(self._address, index, ids.data_ptr(), count)
+        if handed_rows < 0:
+            raise MemoryError("no memory to copy rows ahead")
+        return handed_rows
+
     def stop(self) -> None:
         """End `run` after the step that it is in; nothing is copied any more."""
         library.stop_copier(self._address)

@@ -126,8 +126,8 @@ static_assert(sizeof(Batch) == 24 && sizeof(Table) == 104 && sizeof(Array) == 32
 // Rows that one thread copies at a time.
 struct Step {
     const Table* table;
-    const int64_t* ids;  // null: the rows of part n that no batch of the window looks up
-    const int64_t* places;
+    const int64_t* ids;     // null: the rows of part n that no batch of the window looks up
+    const int64_t* places;  // null: the ids, which are ascending; the rows were marked
     int64_t n;
 };
 
@@ -193,7 +193,8 @@ int64_t list_part(const Table& table, int64_t part, int64_t* ids, int64_t* place
 // Returns the number of rows that were copied.
 int64_t copy_step(const Copier& copier, const Step& step) {
     if (step.ids != nullptr) {
-        copy_listed(copier, *step.table, step.ids, step.places, step.n);
+        const int64_t* places = step.places != nullptr ? step.places : step.ids;
+        copy_listed(copier, *step.table, step.ids, places, step.n);
         return step.n;
     }
     int64_t ids[STEP_ROWS + 1], places[STEP_ROWS + 1];
@@ -224,6 +225,39 @@ bool copy_mapped(char* to, const char* from, int64_t bytes) {
     return true;
 }
 
+// A row of an array that lies so near the next listed one is copied with it: the kernel takes about
+// as long to begin a piece.
+constexpr int64_t NEAR_BYTES = 2048;
+constexpr int64_t PIECES = 256;  // of one call
+
+// Copies rows, each to the place that is its id, as `copy_mapped` does. `ids` are ascending. Rows
+// between them may be copied, too. Returns whether all bytes were copied.
+bool copy_rows_mapped(const Array& array, const int64_t* ids, int64_t n) {
+    iovec sources[PIECES], targets[PIECES];
+    for (int64_t i = 0; i < n;) {
+        int64_t pieces = 0;
+        int64_t bytes = 0;
+        for (; i < n && pieces < PIECES; ++pieces) {
+            const int64_t first = ids[i];
+            int64_t last = first;
+            for (++i; i < n && (ids[i] - last) * array.row_bytes <= NEAR_BYTES; ++i) last = ids[i];
+            const int64_t at = first * array.row_bytes;
+            const auto size = static_cast<size_t>((last - first + 1) * array.row_bytes);
+            sources[pieces] = {const_cast<char*>(array.source) + at, size};
+            targets[pieces] = {array.out + at, size};
+            bytes += (last - first + 1) * array.row_bytes;
+        }
+        const auto count = static_cast<unsigned long>(pieces);
+        if (process_vm_readv(getpid(), targets, count, sources, count, 0) == bytes) continue;
+        for (int64_t k = 0; k < pieces; ++k) {  // each by itself, which tells why
+            const auto size = static_cast<int64_t>(sources[k].iov_len);
+            auto* to = static_cast<char*>(targets[k].iov_base);
+            if (!copy_mapped(to, static_cast<const char*>(sources[k].iov_base), size)) return false;
+        }
+    }
+    return true;
+}
+
 // The rows of a part that lie in one piece in the table and at their places; 0: some are looked up
 // by the window, or have other places.
 int64_t rows_in_one_piece(const Step& step) {
@@ -239,6 +273,12 @@ int64_t rows_in_one_piece(const Step& step) {
 // Copies a step while training goes on, which may give the memory of a table back. Returns the
 // number of rows that were copied, or -1: memory is gone.
 int64_t copy_step_beside_training(const Copier& copier, const Step& step) {
+    if (step.ids != nullptr && step.places == nullptr) {
+        for (int64_t k = step.table->first_array; k < step.table->end_array; ++k) {
+            if (!copy_rows_mapped(copier.arrays[k], step.ids, step.n)) return -1;
+        }
+        return step.n;
+    }
     const int64_t n = rows_in_one_piece(step);
     if (n == 0) return copy_step(copier, step);
     for (int64_t k = step.table->first_array; k < step.table->end_array; ++k) {
@@ -272,7 +312,8 @@ bool add_step(Copier& copier, const Step& step) {
 
 bool add_list(Copier& copier, const Table& table, const int64_t* ids, const int64_t* places, int64_t n) {
     for (int64_t at = 0; at < n; at += STEP_ROWS) {
-        if (!add_step(copier, {&table, ids + at, places + at, least(STEP_ROWS, n - at)})) {
+        const int64_t* step_places = places != nullptr ? places + at : nullptr;
+        if (!add_step(copier, {&table, ids + at, step_places, least(STEP_ROWS, n - at)})) {
             return false;
         }
     }
@@ -362,6 +403,31 @@ bool hand_over(Copier* copier, const int64_t* batches) {
         if (!is_added) return false;
     }
     return true;
+}
+
+// Hands over rows of table `t` that are set in `fresh`, at most `room` of them: moves their marks to
+// `taken`, and has the copier copy them once more. The checkpoint holds every row of the table. The
+// rows are listed in `ids`, which must live as long as the copier. The caller keeps the GIL, because
+// another thread may merge marks into `fresh`. Returns the number of rows; -1: there is no memory.
+int64_t hand_marked(Copier* copier, int64_t t, int64_t* ids, int64_t room) {
+    const Table& table = copier->tables[t];
+    int64_t n = 0;
+    for (int64_t w = 0; w < table.words && n < room; ++w) {
+        uint32_t fresh = table.fresh[w];
+        if (fresh == 0) continue;
+        uint32_t taken = table.taken[w];
+        for (; fresh != 0 && n < room; fresh &= fresh - 1) {
+            ids[n++] = 32 * w + __builtin_ctz(fresh);
+            taken |= fresh & -fresh;
+        }
+        table.fresh[w] = fresh;
+        __atomic_store_n(&table.taken[w], taken, __ATOMIC_RELAXED);
+    }
+    pthread_mutex_lock(&copier->lock);
+    const bool is_added = add_list(*copier, table, ids, nullptr, n);
+    pthread_cond_broadcast(&copier->changed);
+    pthread_mutex_unlock(&copier->lock);
+    return is_added ? n : -1;
 }
 
 // Lists the rows of table `t` that are still set in `fresh`: those that have a place, with their
@@ -515,6 +581,7 @@ extern const Operation copy_ahead[] = {
     {"new_copier", call<new_copier_address>},
     {"free_copier", call<free_copier>},
     {"hand_over", call<is_handed_over, Gil::kept>},
+    {"hand_marked", call<hand_marked, Gil::kept>},
     {"list_left", call<list_left>},
     {"move_marks", call<move_marks, Gil::kept>},
     {"add_rows", call<are_added, Gil::kept>},

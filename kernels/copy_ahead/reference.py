@@ -98,6 +98,17 @@ class Copier:
             copied = rows if table.first_places is None else rows & (taken_rows | fresh)
             self._copy(index, copied, late=late)
 
+    def hand_over_marked(self, index: int) -> int:
+        """Copy the marked rows of a table, and move their marks."""
+        table = self._tables[index]
+        if table.first_places is not None:
+            raise ValueError(f"table {index}: not every row has a place, expected a full")
+        fresh = _marked(table.fresh)
+        _set(table.taken, _marked(table.taken) | fresh)
+        _set(table.fresh, set())
+        self._copy(index, fresh)
+        return len(fresh)
+
     def stop(self) -> None:
         """Do nothing: everything is copied at once."""
 

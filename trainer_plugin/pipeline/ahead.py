@@ -115,7 +115,7 @@ class Ahead:
                 if self._may_open(batches_to_come):
                     self._open(batches_done, batches_to_come)
             if self.window is not None:
-                self.window.advance(batches_done)
+                self.window.advance(batches_done, batches_to_come)
         except Exception as error:
             self._reason = str(error) or type(error).__name__
             if self.window is not None:

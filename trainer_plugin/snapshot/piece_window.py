@@ -140,11 +140,11 @@ class PieceWindow:
         """Rows of all tables that are copied."""
         return sum(table.aside.rows for tables in self._by_device.values() for table in tables)
 
-    def advance(self, batches_done: int) -> None:
+    def advance(self, batches_done: int, batches_to_come: int | None) -> None:
         """Begin to copy the next pieces, after a batch.
 
         Args:
-            batches_done: number of batches done; the pieces do not depend on it.
+            batches_done, batches_to_come: as for `Window`; the pieces do not depend on them.
         """
         if self.reason is not None:
             return

@@ -7,7 +7,8 @@ At the cut, the training thread copies what is left.
 
 If the coming batches are not known, only a full can be copied before its cut, because each row of a
 full has a place, equal to its id. All rows are final when the window opens, as far as the plan
-knows, and rows that change until the cut are copied once more.
+knows. Once the thread has copied them, rows that were marked meanwhile are handed over again, and
+again each time when half of the batches until the cut are done. The cut copies what changed since.
 
 The plan is a hint, the marks are the truth. A row that changes after it was handed over is marked
 by that change, and is copied once more at the cut. A row that is marked and has no place goes to
@@ -17,6 +18,7 @@ trackers, and the cut is a plain one.
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -58,6 +60,9 @@ _POLL_SECONDS = 0.05
 
 #: A copy is taken to need no less.
 _LEAST_SECONDS = 1e-6
+
+#: More batches than any window has.
+_FIRST_ROUND = sys.maxsize
 
 #: The most bytes of rows without a place. More make the cut a plain one.
 _TAIL_BYTES = 16 << 20
@@ -118,8 +123,14 @@ class Window:
         self.copied: CopiedRows | None = None
         self.has_unmarked_changes = False
         self._opened_seconds = time.monotonic()
-        # How long the thread has copied, up to the last row or the end; None: it still copies.
+        # How long the thread has copied, up to the last row or the end, and how many bytes; None:
+        # it still copies.
         self._copy_seconds: float | None = None
+        self._timed_bytes = 0
+        # Of a full without known batches: how many copies of rows the thread was asked for, and at
+        # how many batches before the cut it is next asked for more.
+        self._asked_rows = 0
+        self._next_round = _FIRST_ROUND
         self._versions = [ahead.tracker.version for ahead in self._tables]
         self._handed = [0] * len(self._tables)
         self._thread = threading.Thread(target=self._run, name="recpoint-ahead", daemon=True)
@@ -218,34 +229,30 @@ class Window:
     @property
     def bytes_a_second(self) -> float:
         """How fast the thread has copied, pauses included, once the window is over; 0: no row."""
-        if self._copier is None:
-            return 0.0
-        _, bytes_before, *_ = self._copier.copied()
-        return bytes_before / max(self._copy_seconds or 0.0, _LEAST_SECONDS)
+        return self._timed_bytes / max(self._copy_seconds or 0.0, _LEAST_SECONDS)
 
-    def _look_at_pace(self, copier: Copier) -> None:
-        """Note when the thread has copied every row of a full."""
-        if self._copy_seconds is None and not self._knows_batches:
-            rows_before, *_ = copier.copied()
-            if rows_before >= self._placed_rows:
-                self._copy_seconds = time.monotonic() - self._opened_seconds
+    def _note_pace(self, copier: Copier) -> None:
+        """Note how long the thread has copied, the first time."""
+        if self._copy_seconds is None:
+            self._copy_seconds = time.monotonic() - self._opened_seconds
+            _, self._timed_bytes, *_ = copier.copied()
 
     @property
     def _placed_rows(self) -> int:
         return sum(plan.placed for plan in self._plans)
 
-    def advance(self, batches_done: int) -> None:
+    def advance(self, batches_done: int, batches_to_come: int | None) -> None:
         """Hand over the rows that the batches done so far looked up last.
 
         A row waits if its gradient may not be applied yet.
 
         Args:
             batches_done: number of batches done.
+            batches_to_come: batches until the checkpoint is due; None: unknown.
         """
         copier = self._copier
         if copier is None or self.reason is not None:
             return
-        self._look_at_pace(copier)
         trained = min(batches_done - self.opened_at, copier.batches)
         reason = self._marks.why_void()
         if reason is not None:
@@ -260,8 +267,27 @@ class Window:
             self._versions[number], self._handed[number] = tracker.version, trained
         try:
             copier.hand_over(self._handed)
+            if not self._knows_batches and batches_to_come:
+                self._hand_over_changed(copier, batches_to_come)
         except MemoryError as error:
             self.void(str(error))
+
+    def _hand_over_changed(self, copier: Copier, batches_to_come: int) -> None:
+        """Have the rows copied again that changed since their copy, if the thread waits for rows.
+
+        Each round looks at all bitmaps. So the rounds lie at halves of the way to the cut: the last
+        one leaves the rows of a batch or two.
+        """
+        rows_before, *_ = copier.copied()
+        if rows_before < self._placed_rows + self._asked_rows:
+            return
+        self._note_pace(copier)
+        if batches_to_come > self._next_round:
+            return
+        self._next_round = batches_to_come // 2
+        for number, ahead in enumerate(self._tables):
+            if not ahead.tracker.unapplied:
+                self._asked_rows += copier.hand_over_marked(number)
 
     def void(self, reason: str) -> None:
         """End the window without a checkpoint: its marks return to their trackers.
@@ -278,8 +304,7 @@ class Window:
             self._is_over = True
         if self._copier is not None:
             self._copier.stop()
-        if self._copy_seconds is None:
-            self._copy_seconds = time.monotonic() - self._opened_seconds
+            self._note_pace(self._copier)
 
     def close(self) -> bool:
         """Copy the rows that are left, at the cut; `end` must follow for each table.

@@ -90,6 +90,11 @@ class Scene:
                 dirty[number] |= self.train(table, given, batch)
             if self.draw.random() < 0.8:
                 self.copier.hand_over([batch + 1] * len(self.tables))
+            for number, (table, *_) in enumerate(self.tables):
+                if table.first_places is None and self.draw.random() < 0.3:
+                    marked_rows = dirty_bitmap.count(table.fresh)
+                    assert self.copier.hand_over_marked(number) == marked_rows
+                    assert dirty_bitmap.count(table.fresh) == 0
         self.copier.stop()
         self.copier.hand_over([self.batches] * len(self.tables))
         left = self.copier.left()
@@ -156,7 +161,42 @@ def test_rows_are_copied_before_the_end() -> None:
     assert copier.copied() == (rows, 64 * rows, 0, 0)
 
 
-def test_memory_that_training_gives_back_ends_the_copy_and_not_the_process() -> None:
+def test_marked_rows_are_copied_once_more_before_the_end() -> None:
+    rows = 100_000
+    source, out = torch.zeros(rows, 16), torch.zeros(rows, 16)
+    states, states_out = torch.zeros(rows), torch.zeros(rows)
+    fresh, seen = dirty_bitmap.new(rows), dirty_bitmap.new(rows)
+    uses = copy_ahead.last_uses([torch.arange(0)], rows=rows, seen=seen)
+    table = TableAhead(
+        rows=rows, fresh=fresh, taken=dirty_bitmap.new(rows), seen=seen, uses=uses,
+        places=uses.ids.clone(), first_places=None, ids=None,
+        arrays=((source, _room(out)), (states, _room(states_out))),
+    )  # fmt: skip
+    copier = copy_ahead.Copier([table])
+    thread = threading.Thread(target=copier.run, args=(1.0,))
+    thread.start()
+    while copier.copied()[0] < rows:  # pytest's time limit ends it
+        pass
+    changed = torch.randperm(rows)[:5_000]
+    for array in (source, states):
+        array[changed] = 1
+    dirty_bitmap.mark(fresh, changed, rows=rows)
+    assert copier.hand_over_marked(0) == 5_000
+    while copier.copied()[0] < rows + 5_000:
+        pass
+    assert torch.equal(out, source) and torch.equal(states_out, states)
+    (left,) = copier.left()
+    assert left.ids.numel() == 0
+    copier.finish([left])
+    thread.join(60)
+    assert set(dirty_bitmap.collect(table.taken, rows=rows).tolist()) == set(changed.tolist())
+    assert copier.copied()[2:] == (0, 0)
+
+
+@pytest.mark.parametrize("is_handed_over", [False, True])
+def test_memory_that_training_gives_back_ends_the_copy_and_not_the_process(
+    is_handed_over: bool,
+) -> None:
     """Training does so when it moves a tensor; here no allocator keeps the memory mapped."""
     rows = 1 << 20
     libc = ctypes.CDLL(None, use_errno=True)
@@ -174,10 +214,24 @@ def test_memory_that_training_gives_back_ends_the_copy_and_not_the_process() -> 
         places=uses.ids.clone(), first_places=None, ids=None, arrays=((source, _room(out)),),
     )  # fmt: skip
     copier = copy_ahead.Copier([table])
+    copied_rows = 0
+    thread = threading.Thread(target=copier.run, args=(1.0,))
+    if is_handed_over:
+        thread.start()
+        while copier.copied()[0] < rows:  # pytest's time limit ends it
+            pass
+        copied_rows = rows
+        dirty_bitmap.mark(table.fresh, torch.arange(0, rows, 100), rows=rows)
+    out += 1
     assert libc.munmap(ctypes.c_void_p(address), size) == 0
-    copier.run(1.0)  # returns, because nothing is left at the address
-    assert copier.copied() == (0, 0, 0, 0)
-    assert not out.any()
+    if is_handed_over:
+        copier.hand_over_marked(0)
+    else:
+        thread.start()
+    thread.join(60)  # it returns, because nothing is left at the address
+    assert not thread.is_alive()
+    assert copier.copied() == (copied_rows, 64 * copied_rows, 0, 0)
+    assert (out == 1).all()
 
 
 def test_what_does_not_fit_is_refused() -> None:
@@ -190,6 +244,13 @@ def test_what_does_not_fit_is_refused() -> None:
         copy_ahead.places(torch.tensor([128]), seen, seen, copy_ahead.first_places(seen, seen))
     uses = copy_ahead.last_uses([], rows=100, seen=seen)
     source, out = torch.rand(100, 2), torch.zeros(99, 2)
+    places = copy_ahead.first_places(seen, seen)
+    no_rows = TableAhead(
+        rows=100, fresh=seen, taken=seen, seen=seen, uses=uses, places=uses.ids,
+        first_places=places, ids=None, arrays=(),
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="not every row has a place"):
+        copy_ahead.Copier([no_rows]).hand_over_marked(0)
     with pytest.raises(ValueError, match="rows: room for 792 bytes, expected 800"):
         copy_ahead.Copier(
             [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,15 @@ from recpoint.trainer_plugin.policy import ChainLink
 from recpoint.trainer_plugin.snapshot.window import Window
 from tests.polling import until
 from tests.running_parts import pipeline_of
-from tests.unit.trainer_plugin.test_copied_ahead import ITEMS, USERS, Job, _compare, _train
+from tests.unit.trainer_plugin.test_copied_ahead import (
+    ITEMS,
+    USERS,
+    Job,
+    Reader,
+    _compare,
+    _train,
+)
+from tests.unit.trainer_plugin.test_windows import window_of
 
 WINDOW: dict[str, Any] = {"copy_fulls_ahead": 12}
 _ALWAYS_FULL = Consecutive(full_every=1)
@@ -61,6 +70,30 @@ def test_every_full_of_an_interval_has_a_window(tmp_path: Path) -> None:
     plain = Job(tmp_path / "plain", policy=_ALWAYS_FULL)
     ahead = Job(tmp_path / "ahead", policy=_ALWAYS_FULL, **WINDOW)
     assert [copied.why_plain for copied in _train(plain, ahead, 60)] == [None] * 3
+
+
+def _waits_for_rows(window: Window) -> bool:
+    """Whether the thread of the window has copied all that was handed over."""
+    copier = window._copier
+    if copier is None:
+        return False
+    return copier.copied()[0] == window._placed_rows + window._asked_rows
+
+
+def test_rows_that_change_are_copied_again_before_the_stall(tmp_path: Path) -> None:
+    plain = Job(tmp_path / "plain", policy=_ALWAYS_FULL)
+    ahead = Job(tmp_path / "ahead", policy=_ALWAYS_FULL, **WINDOW)
+    while plain.done < 20:
+        plain.batch()
+        ahead.batch()
+        if 10 < ahead.done < 20:  # a window of 12 batches is open: its thread finishes each round
+            until(partial(_waits_for_rows, window_of(ahead)))
+    users, items, _ = next(iter(Reader()))
+    assert 0 < ahead.copied.rows_in_stall <= users.numel() + items.numel()
+    assert ahead.copied.rows_before > USERS + ITEMS
+    _compare(plain, ahead)
+    for job in (plain, ahead):
+        job.checkpoints.close(final=False)
 
 
 @pytest.mark.parametrize("accumulate", [1, 4])
