@@ -71,17 +71,29 @@ def loss_of(model: nn.Module, batch: Batch) -> Tensor:
     return functional.binary_cross_entropy_with_logits(model(batch[0]), batch[1])
 
 
-def _trained(folder: Path, bits: Any, *, sgd: bool = False, batches: int = 80) -> dict[str, Any]:
+def _own_loop(ckpt: Checkpointer, reader: RankClicks, total: int) -> Iterator[Batch]:
+    """Yield batches of a loop that calls `step` itself."""
+    while ckpt.batches_done < total:
+        batch = next(reader)
+        ckpt.measure(batch)
+        yield batch
+        ckpt.step()
+
+
+def _trained(
+    folder: Path, bits: Any, *, sgd: bool = False, batches: int = 80, own_loop: bool = False
+) -> dict[str, Any]:
     """Train with checkpoints, and return what the rank has then."""
     seed_everything(1)
     rank = dist.get_rank()
     model = DistributedDataParallel(Clicker(sparse=sgd))
     kind = torch.optim.SGD if sgd else torch.optim.Adagrad
     optimizer: torch.optim.Optimizer = kind(model.parameters(), lr=0.5 if sgd else 0.05)
+    reader = RankClicks(rank)
     ckpt = Checkpointer(
         model,
         optimizer,
-        reader=RankClicks(rank),
+        reader=reader,
         bits=bits,
         run=str(folder / "run"),
         interval_batches=INTERVAL,
@@ -96,7 +108,7 @@ def _trained(folder: Path, bits: Any, *, sgd: bool = False, batches: int = 80) -
         meter._pace.clock = lambda: float(next(seconds))
     ckpt.restore()
     for total in range(INTERVAL, batches + 1, INTERVAL):
-        for batch in ckpt.batches(total=total):
+        for batch in _own_loop(ckpt, reader, total) if own_loop else ckpt.batches(total=total):
             optimizer.zero_grad()
             functional.binary_cross_entropy_with_logits(model(batch[0]), batch[1]).backward()
             optimizer.step()
@@ -160,6 +172,12 @@ def _alone(folder: Path) -> dict[str, Any]:
     return results | {"changed_by_measuring": _differences(exact, results)}
 
 
+def _stepped(folder: Path) -> dict[str, Any]:
+    exact = _trained(folder / "lossless", "lossless", batches=3 * INTERVAL, own_loop=True)
+    results = _trained(folder / "loss", _by_loss(), batches=3 * INTERVAL, own_loop=True)
+    return results | {"changed_by_measuring": _differences(exact, results)}
+
+
 def _error_on_one(folder: Path) -> dict[str, Any]:
     calls = itertools.count()
 
@@ -205,6 +223,7 @@ _CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
     "measured": _measured,
     "counted": _counted,
     "alone": _alone,
+    "own loop": _stepped,
     "error on one": _error_on_one,
     "refused": _refused,
 }

@@ -28,7 +28,7 @@ from recpoint.trainer_plugin.policy import Policy, PolicyName, as_policy
 from recpoint.trainer_plugin.ranks.ranks import Ranks
 from recpoint.trainer_plugin.restore.parts import Seed
 from recpoint.trainer_plugin.restore.start import StartRequest, store_of
-from recpoint.trainer_plugin.schedule.ledger import Statistics, Stats
+from recpoint.trainer_plugin.schedule.ledger import Stats
 from recpoint.trainer_plugin.settings import (
     Bits,
     ExpectedFailures,
@@ -41,7 +41,6 @@ from recpoint.trainer_plugin.settings import (
     as_staging,
 )
 from recpoint.trainer_plugin.state import rng
-from recpoint.trainer_plugin.state.lookahead import Lookahead
 from recpoint.trainer_plugin.state.reader import Stateful
 from recpoint.trainer_plugin.training import CheckpointedTraining
 
@@ -160,7 +159,6 @@ class Checkpointer:
             extras=extras,
         )
         self._url = store.url
-        self._reader = reader
         self._training = CheckpointedTraining(
             self._parts,
             store,
@@ -277,11 +275,7 @@ class Checkpointer:
         two bitmaps of one bit for each row of each table, and 16 bytes for each row that the
         batches until the checkpoint look up.
         """
-        if isinstance(self._reader, Lookahead):
-            generation = self._training.generation
-            ahead = None if generation is None else generation.pipeline.ahead
-            return self._reader.held_bytes if ahead is None else ahead.size_bytes
-        return 0
+        return self._training.lookahead_bytes
 
     @property
     def epochs_done(self) -> int:
@@ -378,6 +372,28 @@ class Checkpointer:
         """
         self._training.step()
 
+    def measure(self, batch: Any) -> None:
+        """With a `Loss`: have what rounding costs measured on the batch that is trained next.
+
+            for batch in reader:
+                checkpoints.measure(batch)
+                train(batch)  # up to and including optimizer.step()
+                checkpoints.step()
+
+        A loop that calls `step` calls this before the forward pass of each batch; most calls return
+        at once, because `Loss.share` says how many batches are measured. Loops over `batches`, and
+        `pipelined`, do it themselves. Without a `Loss` the call does nothing.
+
+        Args:
+            batch: what `Loss.of` gets; the model must not have been trained with it.
+
+        Raises:
+            SettingsError: the model may be learning from this batch, or has learned from it; the
+                batch cannot be measured; or for the reasons that `step` gives.
+            Exception: `Loss.of` raised it at the first batch.
+        """
+        self._training.measure(batch)
+
     def checkpoint(self) -> bool:
         """Take a checkpoint now, whether or not one is due.
 
@@ -436,10 +452,7 @@ class Checkpointer:
     @property
     def stats(self) -> Stats:
         """Return counts and timings of this process's checkpoints so far."""
-        self._training.learn_outcomes()
-        generation, parts = self._training.generation, self._parts
-        statistics = Statistics() if generation is None else generation.pipeline.statistics
-        return statistics.read(self.batches_done, parts.cache_stats, parts.loss_figures)
+        return self._training.stats()
 
     def observe(self) -> Observation:
         """Read the state of checkpointing. Unlike all else here, any thread may call it.
@@ -448,21 +461,7 @@ class Checkpointer:
         goes on, so they may be microseconds apart. It makes three requests to the file system and
         none to the store or the device.
         """
-        generation, cache = self._training.generation, self._parts.cache
-        # The generation is read once: training may go back meanwhile.
-        statistics = Statistics() if generation is None else generation.pipeline.statistics
-        return Observation.of(
-            statistics,
-            self._parts.area,
-            # Read before batches_done, which grows: no lag is negative.
-            safe_batches=statistics.safe_batches,
-            batches_done=self.batches_done,
-            running=generation is not None and not self._training.life.is_closed,
-            pending=0 if generation is None else generation.pipeline.pending,
-            bound_bytes=self.memory_bound_bytes,
-            cache=self._parts.cache_stats,
-            servers=None if cache is None or self._ranks.rank else cache.home.servers_now(),
-        )
+        return self._training.observe()
 
     def close(self, *, final: bool = True) -> None:
         """End checkpointing: take a last checkpoint if batches are new, and wait for the agent.

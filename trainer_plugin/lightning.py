@@ -242,7 +242,7 @@ class LightningCallback(Callback):
             loop.on_load_checkpoint(self._loops["epoch_loop.state_dict"])
             self._loops = None
         if self.checkpointer is not None:
-            self.checkpointer._training.loop.look(batch)
+            self.checkpointer._training.next_batch.offer(batch)
 
     def on_train_batch_end(
         self,

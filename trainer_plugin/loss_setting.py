@@ -43,13 +43,15 @@ class Loss:
     change elsewhere stays changed. An error of `of` ends training at the first batch; a later one
     is logged, and rows get 8 bits from then on.
 
-    It works in a plain loop over `Checkpointer.batches`, also with Accelerate, and under
-    `LightningCallback`, where `of` gets the LightningModule, without Lightning's precision. Tables
-    and layers must be on the CPU, and be looked up by `nn.Embedding` and `nn.EmbeddingBag`, or
-    their functions, without `max_norm`. Tables that `of` has not looked up in a measured batch get
-    8 bits. On several ranks, each must hold the same tables, as `DistributedDataParallel` trains
-    them; `of` is then called with the module inside it, which exchanges nothing. All ranks measure
-    the same batches, each its own samples, and agree on prices when they agree on a checkpoint.
+    It works in loops over `Checkpointer.batches`, also with Accelerate, and with
+    `Checkpointer.pipelined`. A loop that calls `step` calls `Checkpointer.measure` before it trains
+    a batch. Under `LightningCallback`, `of` gets the LightningModule, without Lightning's
+    precision. Tables and layers must be on the CPU, and be looked up by `nn.Embedding` and
+    `nn.EmbeddingBag`, or their functions, without `max_norm`. Tables that `of` has not looked up in
+    a measured batch get 8 bits. On several ranks, each must hold the same tables, as
+    `DistributedDataParallel` trains them; `of` is then called with the module inside it, which
+    exchanges nothing. All ranks measure the same batches, each its own samples, and agree on prices
+    when they agree on a checkpoint.
 
     Adagrad, row-wise Adagrad, Adam, AdamW and SparseAdam keep squared gradients. For all other
     optimizers, lookups are counted, in one byte a row. There is no common price of both in one

@@ -565,9 +565,6 @@ class Settings:
             instance_of("failures", self.failures, ExpectedFailures)
         instance_of("timeouts", self.timeouts, Timeouts)
         instance_of("options", self.options, Options)
-        if self.precision.by_loss is not None and self.options.in_flight:
-            expected = "0 or None with bits=Loss(...), which measures a batch before it is trained"
-            raise refused_setting("Options.in_flight", self.options.in_flight, expected)
 
     @property
     def common(self) -> dict[str, Any]:

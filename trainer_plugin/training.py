@@ -7,6 +7,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -20,12 +21,16 @@ from recpoint.errors import RankLost, ServerLost, SettingsError
 from recpoint.interrupts import Hold, held
 from recpoint.trainer_plugin.assembly import Assembly
 from recpoint.trainer_plugin.batches.loop import Loop
+from recpoint.trainer_plugin.batches.next_batch import NextBatch
 from recpoint.trainer_plugin.generation import RunningGeneration
 from recpoint.trainer_plugin.life_cycle import LifeCycle, misuse
+from recpoint.trainer_plugin.observation import Observation
 from recpoint.trainer_plugin.ranks.ranks import AgreedEnd, Ranks
 from recpoint.trainer_plugin.restore.rewinds import Rewinds
 from recpoint.trainer_plugin.restore.start import StartRequest, TrainerStarts
+from recpoint.trainer_plugin.schedule.ledger import Statistics, Stats
 from recpoint.trainer_plugin.settings import Settings
+from recpoint.trainer_plugin.state.lookahead import Lookahead
 from recpoint.trainer_plugin.state.reader import Stateful
 
 __all__ = ["CheckpointedTraining", "trainings_of"]
@@ -61,6 +66,7 @@ class CheckpointedTraining:
         generation: takes checkpoints since the newest start; None: nothing has started.
         life: says which calls may run.
         loop: yields the batches that are left.
+        next_batch: has the batch that is trained next measured.
     """
 
     def __init__(
@@ -93,6 +99,7 @@ class CheckpointedTraining:
         self.end = AgreedEnd(ranks, wait_seconds=settings.timeouts.ranks_seconds)
         self.generation: RunningGeneration | None = None
         self.life = LifeCycle(lambda final: self.stop(final=final))
+        self.next_batch = NextBatch(parts.signs, parts.count, parts.loss)
         self.loop = Loop(
             parts.state,
             parts.count,
@@ -102,7 +109,7 @@ class CheckpointedTraining:
             note_done=self._note_done,
             act=self._act_between_steps,
             rewind=self._rewinds.rewind,
-            meter=parts.loss,
+            next_batch=self.next_batch,
         )
         if parts.loss is not None:
             parts.loss.batches_done = lambda: self.batches_done
@@ -183,8 +190,14 @@ class CheckpointedTraining:
         self.loop.refuse_step()
         self.running("step()")
         self._parts.count.stepped()
+        self.next_batch.note_counted()
         self._note_done()
         self._act_between_steps()
+
+    def measure(self, batch: Any) -> None:
+        """Have a batch measured that is trained next; see `Checkpointer.measure`."""
+        self.running("measure()")
+        self.loop.measure(batch)
 
     def _note_done(self) -> None:
         if self.life.is_over:
@@ -297,6 +310,43 @@ class CheckpointedTraining:
         if outcomes.has_news():
             with held():
                 outcomes.fetch()
+
+    @property
+    def lookahead_bytes(self) -> int:
+        """Bytes that a `Lookahead` takes in this process; see `Checkpointer.lookahead_bytes`."""
+        if not isinstance(self._reader, Lookahead):
+            return 0
+        ahead = None if self.generation is None else self.generation.pipeline.ahead
+        return self._reader.held_bytes if ahead is None else ahead.size_bytes
+
+    def stats(self) -> Stats:
+        """Return counts and timings of this process's checkpoints so far."""
+        self.learn_outcomes()
+        parts = self._parts
+        return self._statistics.read(self.batches_done, parts.cache_stats, parts.loss_figures)
+
+    @property
+    def _statistics(self) -> Statistics:
+        generation = self.generation  # read once: training may go back in another thread
+        return Statistics() if generation is None else generation.pipeline.statistics
+
+    def observe(self) -> Observation:
+        """Read the state of checkpointing, in any thread; see `Checkpointer.observe`."""
+        parts, cache = self._parts, self._parts.cache
+        generation = self.generation  # read once: training may go back meanwhile
+        statistics = Statistics() if generation is None else generation.pipeline.statistics
+        return Observation.of(
+            statistics,
+            parts.area,
+            # Read before batches_done, which grows: no lag is negative.
+            safe_batches=statistics.safe_batches,
+            batches_done=self.batches_done,
+            running=generation is not None and not self.life.is_closed,
+            pending=0 if generation is None else generation.pipeline.pending,
+            bound_bytes=parts.memory.own_bytes,
+            cache=parts.cache_stats,
+            servers=None if cache is None or self._ranks.rank else cache.home.servers_now(),
+        )
 
     def close(self, *, final: bool) -> None:
         """End training, after the call in progress if there is one; see `Checkpointer.close`."""

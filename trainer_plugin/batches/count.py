@@ -33,6 +33,7 @@ from typing import Final
 from torch.optim import Optimizer
 
 from recpoint.errors import SettingsError
+from recpoint.trainer_plugin.batches import count_refusals
 from recpoint.trainer_plugin.batches.lagging import LaggingOptimizers
 from recpoint.trainer_plugin.batches.loop_pipeline import LoopPipeline
 from recpoint.trainer_plugin.batches.signs import TrainingSigns
@@ -292,6 +293,22 @@ class BatchCount:
             )
         return self.batches_without_step >= most_batches
 
+    @property
+    def has_stepped(self) -> bool:
+        """Whether an optimizer has stepped since batches were last counted."""
+        return self._since.has_stepped
+
+    @property
+    def has_trained_newest(self) -> bool:
+        """Whether an optimizer has stepped since the reader gave its newest batch.
+
+        False if the reader does not say when it gives batches, or the loop reads ahead.
+        """
+        reader = self._counted
+        if reader is None or not reader.begun or self.reads_ahead or self._allowed:
+            return False
+        return self._signs.last_step > self._last_fetch
+
     def _has_trained_one(self) -> bool:
         """Whether training has shown signs since batches were last counted."""
         return not self.pipeline.is_driven and self._since.has_trained
@@ -322,16 +339,7 @@ class BatchCount:
             SettingsError: after an optimizer step, the next forward or backward pass has begun.
         """
         if self._since.last_event < self._signs.last_step < last_pass:
-            raise SettingsError(
-                "batches()",
-                found="a training loop that takes the next batch in the middle of a step, after "
-                "the forward pass or the backward pass of another batch, so no checkpoint could be "
-                "cut where a batch is taken",
-                expected="checkpoints between two steps",
-                next_step="with a pipeline of TorchRec: pipeline = checkpoints.pipelined(pipeline)"
-                "; with any other loop: take batches from iter(reader), and call "
-                "checkpoints.step() after each step",
-            )
+            raise count_refusals.mid_step()
 
     # Loops that call `step`, and fetches of the reader in loops of any kind.
 
@@ -350,15 +358,7 @@ class BatchCount:
             )
         self._refuse_late_step()
         if self.awaits_fetch:
-            raise SettingsError(
-                "step()",
-                found="a second call since the last batch was taken from the reader, whose "
-                "position is then after batches that are not trained",
-                expected="a loop that trains each batch before it takes the next, or that says how "
-                "far it reads ahead",
-                next_step="pass Checkpointer(options=Options(in_flight=N)), where N is the most "
-                "batches that the loop holds beside the one in training",
-            )
+            raise count_refusals.second_step()
         is_plain = self._counted is not None and self._allowed is None and not self.reads_ahead
         self.awaits_fetch = is_plain and self._untrained_fetches > 1 and not self._leaves_out
         self.progressed()
@@ -376,14 +376,7 @@ class BatchCount:
         is_late = self._untrained_fetches and last_count < trained <= self._last_fetch
         if self._counted is None or self._allowed is not None or self.reads_ahead or not is_late:
             return
-        raise SettingsError(
-            "step()",
-            found="a call after the next batch was taken from the reader, whose position is then "
-            "after a batch that is not trained",
-            expected="a call before the next batch is taken",
-            next_step="call checkpoints.step() right after the optimizer step; or pass "
-            "Checkpointer(options=Options(in_flight=1))",
-        )
+        raise count_refusals.late_step()
 
     def progressed(self) -> None:
         """Count a batch because the user, or `Pipelined`, says that it is trained."""
@@ -417,7 +410,7 @@ class BatchCount:
             if not self._has_landed and reader.in_flight.is_asked_in_training:
                 self._refuse_more(len(reader.in_flight))
             elif len(reader.in_flight) > self._limit:
-                raise _too_many(len(reader.in_flight), self._limit)
+                raise count_refusals.too_many(len(reader.in_flight), self._limit)
         else:
             self._look_at_thread()
             self._leaves_out |= self.awaits_fetch
@@ -466,7 +459,7 @@ class BatchCount:
                 before or has left a batch out; or it has as many as `Options.in_flight` allows.
         """
         if taken > self._limit:
-            raise _too_many(taken, self._limit)
+            raise count_refusals.too_many(taken, self._limit)
         if self._is_filled and taken:
             raise SettingsError(
                 "the training loop",
@@ -490,18 +483,7 @@ class BatchCount:
             # A model was called by its parts, or an optimizer's steps have no hook.
             self._has_trained = True
             return
-        raise SettingsError(
-            "the training loop",
-            found="a second batch that was asked for before anything was trained: no backward pass "
-            "and no optimizer step was seen since the first one was taken",
-            expected="a loop that trains each batch before it takes the next, or that says how far "
-            "it reads ahead, because a checkpoint must hold the position of the last batch trained",
-            next_step="if a prefetcher takes batches ahead, pass "
-            "Checkpointer(options=Options(in_flight=N)), where N is the most batches that it holds "
-            "beside the one in training; with a pipeline of TorchRec, call "
-            "checkpoints.pipelined(pipeline); if batches are left out or not trained, pass "
-            "Options(in_flight=0)",
-        )
+        raise count_refusals.unclear()
 
 
 def warn_of_dropped(dropped: int) -> None:
@@ -513,13 +495,3 @@ def warn_of_dropped(dropped: int) -> None:
             "pipeline begins; if a pipeline still holds them, call checkpoints.pipelined(pipeline)",
             dropped,
         )
-
-
-def _too_many(taken: int, limit: int) -> SettingsError:
-    return SettingsError(
-        "the training loop",
-        found=f"{taken} batches that were taken and not trained, when another one was asked for",
-        expected=f"at most {limit} beside the one in training",
-        next_step="pass Checkpointer(options=Options(in_flight=N)) with a larger N; if the loop "
-        "leaves batches out, leave them out in the reader",
-    )

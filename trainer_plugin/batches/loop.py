@@ -7,17 +7,18 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sized
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from recpoint.errors import RankLost, ServerLost, SettingsError
 from recpoint.interrupts import came_from_handler
 from recpoint.trainer_plugin.batches.count import BatchCount, warn_of_dropped
+from recpoint.trainer_plugin.batches.next_batch import NextBatch
 from recpoint.trainer_plugin.batches.pipelined import Pipelined
 from recpoint.trainer_plugin.setting_checks import checked_whole
 from recpoint.trainer_plugin.state.reader import Passes, tell_epoch
 from recpoint.trainer_plugin.state.training_state import TrainingState
 
-__all__ = ["Bound", "LooksAtBatches", "Loop"]
+__all__ = ["Bound", "Loop"]
 
 B = TypeVar("B")
 
@@ -67,18 +68,16 @@ class Bound:
         return batches_done >= self.total
 
 
-class LooksAtBatches(Protocol):
-    """Looks at batches before they are trained; `loss.meter.LossMeter` does."""
+class _UntrainedBatch(NamedTuple):
+    """A batch that the loop was given and that does not count as trained.
 
-    def look(self, batch: Any) -> None:
-        """Look at the batch that is trained next; the model is not changed by it."""
+    Attributes:
+        passes: passes over the reader after it.
+        batch: the batch; None: nobody looks at batches.
+    """
 
-    def refuse(self, call: str) -> None:
-        """Refuse a call by which batches are trained that nobody looks at.
-
-        Raises:
-            SettingsError: always.
-        """
+    passes: Passes
+    batch: Any
 
 
 class Loop:
@@ -98,7 +97,7 @@ class Loop:
         act: called after batches were counted: takes a checkpoint if one is due and may be cut.
         rewind: called when the reader raises that an embedding server is lost, or that another
             rank has found this. Either it brings everything back to a checkpoint, or it raises.
-        meter: looks at each batch before it is trained; None: nobody does.
+        next_batch: has each batch looked at before it is trained.
 
     Attributes:
         is_waiting: whether training is working on a batch that the loop yielded.
@@ -115,7 +114,7 @@ class Loop:
         note_done: Callable[[], None],
         act: Callable[[], None],
         rewind: Callable[[ServerLost | RankLost], None],
-        meter: LooksAtBatches | None = None,
+        next_batch: NextBatch,
     ) -> None:
         self._state = state
         self._count = count
@@ -125,50 +124,40 @@ class Loop:
         self._note_done = note_done
         self._act = act
         self._rewind = rewind
-        self._meter = meter
+        self._next_batch = next_batch
         self._source: object = None
         self._pass: Iterator[Any] | None = None
         self._batches: weakref.ref[Generator[Any, None, None]] | None = None
         self._may_be_empty = False
-        self._taken: deque[Passes] = deque()  # passes after each batch that is not trained
+        self._taken: deque[_UntrainedBatch] = deque()  # batches that are not trained
         self._passes = Passes()  # after the last batch that was taken
         self._resumed_at = 0  # batch of the open epoch at which its iterator began
         self._resumed: tuple[int, int] | None = None  # of a resumed epoch: its batches, and where
         self._uncounted = 0  # batches that `Pipelined` has trained and that are not counted
         self._is_counted_early = False  # the batch in training is counted before the next ask
-        self._is_looked_at = False  # a batch was looked at since the last step
+        self._has_landed = False  # a batch of the newest loop was counted
+        self._is_offered = False  # somebody could look at the oldest of the taken batches
         self.is_waiting = False
-
-    def look(self, batch: Any) -> None:
-        """Have a batch looked at that a loop with `step` is about to train.
-
-        Args:
-            batch: as the model gets it.
-
-        Raises:
-            SettingsError: as `LooksAtBatches.look`.
-        """
-        if self._meter is not None:
-            self._meter.look(batch)
-            self._is_looked_at = True
 
     def refuse_step(self) -> None:
         """Refuse a call of `step` in a loop, which counts its batches itself.
 
         Raises:
-            SettingsError: training is working on a batch that the loop yielded; or somebody must
-                look at each batch before it is trained.
+            SettingsError: training is working on a batch that the loop yielded.
         """
-        if self._meter is not None and not self._is_looked_at:
-            self._meter.refuse("step()")
-        self._is_looked_at = False
         if self.is_waiting:
-            raise SettingsError(
-                "step()",
-                found="a call in a loop over batches(), which calls step() after each batch itself",
-                expected="no call of step() in that loop",
-                next_step="remove step() from the loop",
-            )
+            raise _done_by_loop("step()", "calls step() after each batch")
+
+    def measure(self, batch: Any) -> None:
+        """Have a batch looked at that a loop of the user's own is about to train.
+
+        Raises:
+            SettingsError: a loop over `batches` or a pipeline has its batches looked at; or as
+                `NextBatch.measure`.
+        """
+        if self.is_waiting or self._count.pipeline.is_driven:
+            raise _done_by_loop("measure()", "has its batches measured")
+        self._next_batch.measure(batch)
 
     def _check(self, bound: Bound) -> None:
         """Refuse a loop that would not end at its bound after a restart.
@@ -232,11 +221,8 @@ class Loop:
         """Return the train pipeline, so that each call of its `progress` counts one batch.
 
         Raises:
-            SettingsError: the pipeline, or the reader with it, cannot be checkpointed; or somebody
-                must look at each batch before it is trained.
+            SettingsError: the pipeline, or the reader with it, cannot be checkpointed.
         """
-        if self._meter is not None:
-            self._meter.refuse("pipelined()")
         self._count.drive(pipeline)
         return Pipelined(pipeline, self._finish_batches, self._progressed)
 
@@ -264,9 +250,11 @@ class Loop:
         self._uncounted += 1
 
     def _finish_batches(self) -> None:
-        """Count the batches that `Pipelined` has trained, and act."""
+        """Count the batches that `Pipelined` has trained, act, and offer the next batch."""
         if self._land_progressed():
+            self._next_batch.note_counted()
             self._act()
+        self._offer_oldest()
 
     def count_now(self) -> bool:
         """Count the batch that training is working on, if its step is done.
@@ -304,6 +292,7 @@ class Loop:
             warn_of_dropped(len(self._taken))
             self._land(len(self._taken))
         self._resume()
+        self._has_landed = False
         self._count.begin_loop()
         while not bound.is_met(self._passes, self._batches_done() + len(self._taken)):
             try:
@@ -316,13 +305,12 @@ class Loop:
             if batch is _END:
                 self._end_pass(bound)
                 continue
-            if self._meter is not None:
-                if self._count.reads_ahead or self._taken:
-                    self._meter.refuse("batches()")
-                self._meter.look(batch)
+            self._offer(batch)
             passes_done, batches = self._passes
             self._passes = Passes(passes_done, batches + 1)
-            self._taken.append(self._passes)
+            self._taken.append(
+                _UntrainedBatch(self._passes, batch if self._next_batch.is_awaited else None)
+            )
             self._may_be_empty = False
             try:
                 self.is_waiting = True
@@ -341,6 +329,34 @@ class Loop:
             if trained:
                 self._act()
 
+    def _offer(self, newest: Any) -> None:
+        """Offer the batch that is trained next, where that is known.
+
+        Args:
+            newest: the batch that the loop gets now.
+
+        Raises:
+            SettingsError: a pipeline of TorchRec asks for it while it trains another batch.
+        """
+        pipeline = self._count.pipeline
+        if not self._count.reads_ahead:
+            self._next_batch.offer(newest)
+        elif pipeline.keeps_batches and not pipeline.is_driven and self._next_batch.is_awaited:
+            raise SettingsError(
+                "Checkpointer(bits=Loss(...)): batches()",
+                found="a pipeline of TorchRec, which asks for batches while it trains another one",
+                expected="a pipeline whose batches can be measured between two calls of progress()",
+                next_step="call pipeline = checkpoints.pipelined(pipeline)",
+            )
+        elif not pipeline.is_driven and self._has_landed:
+            self._offer_oldest()
+
+    def _offer_oldest(self) -> None:
+        """Offer the oldest batch of a loop that reads ahead, once."""
+        if self._taken and not self._is_offered:
+            self._is_offered = True
+            self._next_batch.offer(self._taken[0].batch)
+
     def _land_rest(self) -> None:
         """Count what a loop that is over has trained since it asked for its last batch."""
         self._land_progressed()
@@ -352,11 +368,12 @@ class Loop:
             self._note_landed()
 
     def _note_landed(self) -> None:
+        self._has_landed, self._is_offered = True, False
         if self._taken:
             self._taken.popleft()
             # The reader's position is before the oldest batch that is taken, which may be the first
             # of the next epoch.
-            following = self._taken[0] if self._taken else None
+            following = self._taken[0].passes if self._taken else None
             self._state.passes = (
                 self._passes if following is None else Passes(following.done, following.batches - 1)
             )
@@ -431,6 +448,15 @@ class Loop:
                 expected,
                 type(self._source).__name__,
             )
+
+
+def _done_by_loop(call: str, does: str) -> SettingsError:
+    return SettingsError(
+        call,
+        found=f"a call where batches() or checkpoints.pipelined(pipeline) {does} itself",
+        expected=f"no call of {call} there",
+        next_step=f"remove {call} from the loop",
+    )
 
 
 def _length(source: object) -> int | None:

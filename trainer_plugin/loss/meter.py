@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from recpoint.embeddings.tables.counted_lookups import LookupCounts
-from recpoint.errors import SettingsError
 from recpoint.format.job import Allocation
 from recpoint.format.manifest import MeasuredLoss
 from recpoint.interrupts import came_from_handler
@@ -107,21 +106,6 @@ class LossMeter:
         self._error: str | None = None
         self._looked_up: set[str] = set()  # keys of the tables that a measured batch looked up
         self.batches_done: Callable[[], int] = lambda: 0
-
-    def refuse(self, call: str) -> None:
-        """Refuse a call by which batches are trained without `look`.
-
-        Raises:
-            SettingsError: always.
-        """
-        raise SettingsError(
-            f"Checkpointer(bits=Loss(...)): {call}",
-            found="a loop in which no batch can be measured before it is trained",
-            expected="a plain loop over batches(), which trains each batch before it takes the "
-            "next one",
-            next_step="loop over checkpoints.batches(...), use recpoint.LightningCallback, or pass "
-            "bits=8",
-        )
 
     def look(self, batch: Any) -> None:
         """Measure a batch that is about to be trained, if its time is within the share.

@@ -450,7 +450,6 @@ def test_what_cannot_be_measured_is_refused_by_name(place: Place) -> None:
         place, by_loss(), optimizers=lambda model: [torch.optim.Adagrad(model.items.parameters())]
     )
     assert "'users'" in text and "is in no optimizer" in text
-    assert "Options.in_flight" in refused(place, by_loss(), options={"in_flight": 2})
 
 
 def test_tables_of_other_optimizers_may_be_named(place: Place) -> None:
@@ -495,17 +494,6 @@ def test_values_that_a_loss_cannot_have_are_refused(settings: dict[str, Any]) ->
         by_loss(**settings)
 
 
-def test_loops_without_measured_batches_are_refused(place: Place) -> None:
-    _, ckpt = built(place, by_loss())
-    with ckpt:
-        ckpt.restore()
-        with pytest.raises(errors.SettingsError, match="step\\(\\)"):
-            ckpt.step()
-        with pytest.raises(errors.SettingsError, match="pipelined\\(\\)"):
-            ckpt.pipelined(object())
-        ckpt.close(final=False)
-
-
 def test_tables_that_the_loss_never_looks_up_have_no_price(place: Place) -> None:
     def of(model: nn.Module, batch: Batch) -> Tensor:
         users, _, clicks = batch
@@ -541,14 +529,4 @@ def test_rows_and_states_that_are_not_finite_predict_no_cost(
             model.users.weight[2] = torch.nan
         predicted = meter(ckpt)._predicted(price)
         assert 0.0 < predicted.damage < float("inf")
-        ckpt.close(final=False)
-
-
-def test_a_loop_that_turns_out_to_read_ahead_is_refused(place: Place) -> None:
-    model, ckpt = built(place, by_loss())
-    with ckpt:
-        ckpt.restore()
-        ckpt._parts.count.reads_ahead = True
-        with pytest.raises(errors.SettingsError, match="plain loop over batches"):
-            train(model, ckpt, 2)
         ckpt.close(final=False)

@@ -139,24 +139,6 @@ def test_accelerate_trains_the_same_with_a_measured_loss(place: Place) -> None:
     assert all(torch.equal(plain, measured) for plain, measured in zip(*ends, strict=True))
 
 
-def test_a_step_of_a_batch_that_nobody_looked_at_is_refused(place: Place) -> None:
-    model = Ranker()
-    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.05)
-    ckpt = Checkpointer(
-        model, optimizer, reader=Clicks(), interval_batches=100, **by_loss(place, True, loss_of)
-    )
-    with ckpt:
-        ckpt.restore()
-        batch = next(Clicks())
-        ckpt._training.loop.look(batch)
-        loss_of(model, batch).backward()
-        optimizer.step()
-        ckpt.step()
-        with pytest.raises(SettingsError, match="step\\(\\)"):
-            ckpt.step()
-        ckpt.close(final=False)
-
-
 def test_tables_in_a_cache_are_refused_by_name(place: Place) -> None:
     loss = Loss(increase=1e-3, of=loss_of)
     both = Both("adagrad", SMALL)

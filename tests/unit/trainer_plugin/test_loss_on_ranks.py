@@ -52,6 +52,14 @@ def test_ranks_measure_and_agree_on_one_price(tmp_path: Path) -> None:
     assert stored is not None and stored.price == figures.price.hex()
 
 
+def test_ranks_measure_in_loops_of_their_own(tmp_path: Path) -> None:
+    first, second = (of_rank["own loop"] for of_rank in told(tmp_path, ["own loop"]))
+    assert first["changed_by_measuring"] == second["changed_by_measuring"] == []
+    assert first["states"] == second["states"] and first["stride"] == second["stride"]
+    assert first["figures"].error is None
+    assert first["states"][-1]["measured"] > 2 + INTERVAL
+
+
 def test_ranks_count_the_rows_that_any_has_looked_up(tmp_path: Path) -> None:
     first, second = (of_rank["counted"] for of_rank in told(tmp_path, ["counted"]))
     assert first["changed_by_measuring"] == second["changed_by_measuring"] == []
