@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -10,15 +9,16 @@ import typer
 from recpoint.catalog.restore.order import skipped_lines, skipped_text
 from recpoint.catalog.run import publications
 from recpoint.catalog.store.run_url import naming_run, parse_run_url
-from recpoint.cli.inspect import GenerationOption, UrlArgument, find_checkpoint, open_run
-from recpoint.cli.reporting import (
-    JsonOption,
-    Result,
-    command,
-    output_console,
-    print_json,
-    showing_bytes,
+from recpoint.cli.following import (
+    ChannelOption,
+    LookResult,
+    PollOption,
+    TablesOption,
+    channel_named,
+    keep_looking,
 )
+from recpoint.cli.inspect import GenerationOption, UrlArgument, find_checkpoint, open_run
+from recpoint.cli.reporting import JsonOption, Result, command, showing_bytes
 from recpoint.dashboards import terminal
 from recpoint.errors import ChainError, FormatError, NothingToRestore, NotServing, StoreError
 from recpoint.units import bytes_text, counted, duration_text
@@ -36,17 +36,13 @@ _NEXT = {"validated": "validate URL", "published": "publish URL"}
 @command
 def follow(
     url: UrlArgument,
-    channel: Annotated[
-        str, typer.Option(help="newest, validated, or published: see recpoint publish.")
-    ] = "newest",
-    table: Annotated[
-        list[str] | None, typer.Option(help="Only this table; may be repeated. Default: all.")
-    ] = None,
+    channel: ChannelOption = "newest",
+    table: TablesOption = None,
     quantized: Annotated[
         bool, typer.Option("--quantized", help="Keep rows as codes: less memory.")
     ] = False,
     once: Annotated[bool, typer.Option("--once", help="Look once and end.")] = False,
-    poll_seconds: Annotated[float, typer.Option(help="Seconds between two looks.")] = 5.0,
+    poll_seconds: PollOption = 5.0,
     json_output: JsonOption = False,
 ) -> Result:
     """Follow a run as a serving process does: read each new version, check it, print it.
@@ -54,18 +50,21 @@ def follow(
     Holds two copies of the tables in memory. Runs until it is interrupted, unless --once is given.
     """
     from recpoint.serving.follower import Follower
-    from recpoint.serving.goal import CHANNELS
 
-    if channel not in CHANNELS:
-        raise typer.BadParameter(
-            f"{channel!r} is none of {', '.join(CHANNELS)}", param_hint="--channel"
-        )
     names = table or None
     follower = Follower(
-        url, tables=names, channel=channel, quantized=quantized, poll_seconds=poll_seconds
+        url,
+        tables=names,
+        channel=channel_named(channel),
+        quantized=quantized,
+        poll_seconds=poll_seconds,
     )
     if not once:
-        _follow(follower, url, poll_seconds, json_output)
+        keep_looking(
+            lambda: _look(follower, url, quiet=json_output),
+            poll_seconds=poll_seconds,
+            as_json=json_output,
+        )
     with showing_bytes("reading", quiet=json_output) as on_progress:
         follower.poll(on_progress=on_progress)
     status = follower.status
@@ -85,28 +84,18 @@ def _next(status: Status, channel: str) -> str:
     return "check URL --level full" if status.skipped else "list URL"
 
 
-def _follow(follower: Follower, url: str, poll_seconds: float, as_json: bool) -> None:
-    """Poll until interrupted; print a line for each version and each change of errors."""
-    last_status: tuple[object, ...] = ()
-    console = output_console()
-    while True:
-        # Only the first read, of a whole model, has a bar: during increments it would flicker.
-        quiet = as_json or follower.version is not None
-        try:
-            with showing_bytes("reading", quiet=quiet) as on_progress:
-                follower.poll(on_progress=on_progress)
-        except (StoreError, NotServing, NothingToRestore, FormatError, ChainError):
-            pass  # the status has the error; the served version stays served
-        status = follower.status
-        now = (status.serving, status.error, status.skipped, status.doubt)
-        if now != last_status:
-            last_status = now
-            if as_json:
-                print_json(_document(status, url))
-            else:
-                for line in _lines(status, url):
-                    console.print(line, soft_wrap=True)
-        time.sleep(poll_seconds)
+def _look(follower: Follower, url: str, *, quiet: bool) -> LookResult:
+    """Look once, with a bar of bytes unless `quiet`."""
+    # Only the first read, of a whole model, has a bar: during increments it would flicker.
+    quiet = quiet or follower.version is not None
+    try:
+        with showing_bytes("reading", quiet=quiet) as on_progress:
+            follower.poll(on_progress=on_progress)
+    except (StoreError, NotServing, NothingToRestore, FormatError, ChainError):
+        pass  # the status has the error; the served version stays served
+    status = follower.status
+    subject = (status.serving, status.error, status.skipped, status.doubt)
+    return LookResult(subject, _document(status, url), _lines(status, url))
 
 
 def _document(status: Status, url: str) -> dict[str, Any]:

@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from recpoint.catalog.store.run_url import naming_run
-from recpoint.cli.inspect import UrlArgument, open_run
-from recpoint.cli.reporting import (
-    JsonOption,
-    Result,
-    command,
-    output_console,
-    print_json,
-    showing_bytes,
+from recpoint.cli.following import (
+    ChannelOption,
+    LookResult,
+    PollOption,
+    TablesOption,
+    channel_named,
+    keep_looking,
 )
+from recpoint.cli.inspect import UrlArgument, open_run
+from recpoint.cli.reporting import JsonOption, Result, command, showing_bytes
 from recpoint.dashboards import terminal
 from recpoint.errors import RecpointError, SettingsError
 from recpoint.units import bytes_text, counted, duration_text
@@ -44,16 +45,12 @@ def publish_to(
     follow: Annotated[
         bool, typer.Option("--follow", help="Publish each new version until interrupted.")
     ] = False,
-    channel: Annotated[
-        str, typer.Option(help="newest, validated, or published: see recpoint publish.")
-    ] = "newest",
-    table: Annotated[
-        list[str] | None, typer.Option(help="Only this table; may be repeated. Default: all.")
-    ] = None,
+    channel: ChannelOption = "newest",
+    table: TablesOption = None,
     replace: Annotated[
         bool, typer.Option("--replace", help="Take a sink that holds another run.")
     ] = False,
-    poll_seconds: Annotated[float, typer.Option(help="Seconds between two looks.")] = 5.0,
+    poll_seconds: PollOption = 5.0,
     json_output: JsonOption = False,
 ) -> Result:
     """Bring a store that serving reads to the newest checkpoint, whole and exactly once.
@@ -61,47 +58,33 @@ def publish_to(
     The store itself records where it stands. So the command may be killed at any time, and run
     again anywhere. Readers see one version, whole, and never the rows of the next one.
     """
-    from recpoint.serving.goal import CHANNELS
     from recpoint.serving.sinks.opening import open_sink
     from recpoint.serving.sinks.publisher import SinkPublisher
 
-    if channel not in CHANNELS:
-        raise typer.BadParameter(
-            f"{channel!r} is none of {', '.join(CHANNELS)}", param_hint="--channel"
-        )
     with open_sink(sink) as opened:
         publisher = SinkPublisher(
-            url, opened, tables=table or None, channel=channel, replace=replace
+            url, opened, tables=table or None, channel=channel_named(channel), replace=replace
         )
         if follow:
-            _follow(publisher, url, poll_seconds, json_output)
+            keep_looking(
+                lambda: _look(publisher, url), poll_seconds=poll_seconds, as_json=json_output
+            )
         with showing_bytes("publishing", quiet=json_output) as on_progress:
             committed = publisher.poll(on_progress=on_progress)
         return Result(_document(committed), terminal.shown(_line(committed), limit=2000))
 
 
-def _follow(publisher: SinkPublisher, url: str, poll_seconds: float, as_json: bool) -> None:
-    """Publish until interrupted; print a line for each version and each change of errors."""
-    console = output_console()
-    last_text = ""
-    while True:
-        try:
-            committed = publisher.poll()
-        except SettingsError:
-            raise
-        except RecpointError as error:
-            text = naming_run(f"{type(error).__name__}: {error}", url)
-            document: dict[str, Any] = {"error": text}
-        else:
-            text, document = _line(committed), _document(committed)
-        if text != last_text:
-            last_text = text
-            if as_json:
-                print_json(document)
-            else:
-                style = "red" if "error" in document else ""
-                console.print(terminal.shown(text, limit=2000, style=style), soft_wrap=True)
-        time.sleep(poll_seconds)
+def _look(publisher: SinkPublisher, url: str) -> LookResult:
+    """Publish once."""
+    try:
+        committed = publisher.poll()
+    except SettingsError:
+        raise
+    except RecpointError as error:
+        text = naming_run(f"{type(error).__name__}: {error}", url)
+        return LookResult(text, {"error": text}, [terminal.shown(text, limit=2000, style="red")])
+    text = _line(committed)  # which says how long ago it was
+    return LookResult(committed or text, _document(committed), [terminal.shown(text, limit=2000)])
 
 
 def _document(committed: CommittedVersion | None) -> dict[str, Any]:
