@@ -16,6 +16,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from recpoint.catalog.overview.keys_of_tables import keys_of_tables
 from recpoint.catalog.overview.width_mix import width_mix
 from recpoint.catalog.retention.discard_staged import StagedLoss
 from recpoint.catalog.retention.plan import PrunePlan
@@ -348,13 +349,9 @@ def tables_table(manifest: Manifest) -> Table:
 
 def keyed_fields(manifest: Manifest) -> list[tuple[str, object]]:
     """Return the fields that say what the keys of keyed tables did; none without such tables."""
-    fields: list[tuple[str, object]] = []
-    for use in manifest.keyed or ():
-        spec = manifest.tables[use.table]
-        keys_text = f"{spec.name:.200}: {use.used:,} in {spec.rows - 1:,} rows"
-        counts_text = f"{use.inserted:,} inserted, {use.evicted:,} evicted, {use.refused:,} refused"
-        fields.append(("keys", f"{keys_text}; {counts_text}"))
-    return fields
+    uses = keys_of_tables(manifest, most=len(manifest.tables))
+    tables = () if uses is None else uses.tables
+    return [("keys", f"{use.table:.200}: {use.text}") for use in tables]
 
 
 def widths_fields(manifest: Manifest) -> list[tuple[str, object]]:

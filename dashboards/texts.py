@@ -84,7 +84,7 @@ FIGURES = (
 )
 FIELDS = (
     *("Written, of full fp32 checkpoints", "Chain", "Last validation", "Checkpoints", "Trainer"),
-    *("Clocks", "Retention", "Cost of rounding"),
+    *("Clocks", "Retention", "Cost of rounding", "Keys of tables"),
 )
 
 
@@ -103,6 +103,8 @@ class Figure(NamedTuple):
 
 
 _LIMIT = 600
+#: Keyed tables whose counts a page shows.
+_MOST_KEYED = 10
 
 
 def plain(value: object) -> str:
@@ -386,6 +388,7 @@ def field_texts(overview: RunOverview) -> dict[str, str]:
         FIELDS[5]: plain(overview.lag.clock_note) or "agree",
         FIELDS[6]: unplanned if overview.plan is None else "",
         FIELDS[7]: _rounding_text(overview.newest),
+        FIELDS[8]: _keys_text(overview.newest),
     }
 
 
@@ -397,6 +400,18 @@ def _rounding_text(newest: CheckpointFacts | None) -> str:
     if widths is not None:
         text += f" Step {newest.step:,} has {widths_text(widths.mean_bits, widths.row_shares)}."
     return text
+
+
+def _keys_text(newest: CheckpointFacts | None) -> str:
+    """Return what the keys of each keyed table did until the newest checkpoint; empty: none is."""
+    if newest is None or newest.keyed is None:
+        return ""
+    uses = newest.keyed
+    table_texts = [f"{plain(use.table)}: {use.text}." for use in uses.tables[:_MOST_KEYED]]
+    more = len(uses.tables) - len(table_texts) + uses.more
+    if more:
+        table_texts.append(f"And {more:,} more.")
+    return " ".join(table_texts)
 
 
 def _trainer_text(overview: RunOverview) -> str:
@@ -430,6 +445,10 @@ def checkpoint_row(checkpoint: CheckpointFacts) -> tuple[str, ...]:
     widths = checkpoint.widths
     if widths is not None and not widths.is_one_width:
         notes.append(widths_text(widths.mean_bits, widths.row_shares))
+    if checkpoint.keyed is not None:
+        keys = sum(use.used for use in checkpoint.keyed.tables)
+        rows = sum(use.capacity_rows for use in checkpoint.keyed.tables)
+        notes.append(f"{counted(keys, 'key')} in {counted(rows, 'row')}")
     if checkpoint.loss is not None:
         notes.append(loss_note(checkpoint.loss))
     validation = NONE if checkpoint.validation is None else str(checkpoint.validation)

@@ -22,6 +22,7 @@ from recpoint.format.dtypes import dtype_name, item_bytes
 from recpoint.format.first_values import FirstValueRule
 from recpoint.format.history import History
 from recpoint.format.job import Allocation, QuantizerName
+from recpoint.format.keyed_use import KeyedUse
 from recpoint.format.manifest import (
     ChunkEntry,
     Columns,
@@ -191,6 +192,7 @@ def build(
     tensor_elements: int = 1 << 20,
     history: History = UNTRAINED,
     owners: Sequence[Tensor | None] | None = None,
+    keyed: Sequence[KeyedUse] | None = None,
 ) -> Checkpoint:
     """Build a full if there is no parent, else an increment with the rows `dirty` of each table.
 
@@ -209,6 +211,7 @@ def build(
         tensor_elements: larger state tensors are split into pieces, over several chunks.
         history: the training time and lossy restores of the state.
         owners: for each table, the rank that stores each row, int64 [rows]; None: the first rank.
+        keyed: what the keys of keyed tables did; None: it is not said.
     """
     attempt = attempt or secrets.token_hex(16)
     meta = ChunkMeta(
@@ -246,6 +249,7 @@ def build(
         quantizers=(),
         quantized_by="",
         state_bits=None,
+        keyed=None if keyed is None else tuple(keyed),
         writer="recpoint tests",
     )
     return Checkpoint(manifest=manifest, chunks={entry.key: data for entry, data in stored})

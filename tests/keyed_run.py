@@ -9,6 +9,7 @@ from recpoint.catalog.restore.keyed_rows import KEY, LAST_USE, used_rows
 from recpoint.catalog.restore.order import Selection
 from recpoint.catalog.restore.restore import MemoryTarget, restore
 from recpoint.catalog.run.run import Run
+from recpoint.format.keyed_use import KeyedUse
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import ManifestName
 from tests.catalog_builder import Table, build, publish
@@ -31,6 +32,7 @@ class KeyedTrainer:
     Attributes:
         step: of the newest checkpoint.
         newest: its manifest.
+        inserted, refused: keys that have got a slot, and that have got none.
         rows_at: checkpoint -> key -> its row, as a restore gives it.
     """
 
@@ -44,6 +46,7 @@ class KeyedTrainer:
         self.newest: Manifest | None = None
         self._line: list[tuple[Manifest, Table]] = []
         self._since_full: set[int] = set()
+        self.inserted = self.refused = 0
         self.rows_at: dict[ManifestName, dict[int, Tensor]] = {}
 
     def _empty(self, slots: int) -> Table:
@@ -82,6 +85,7 @@ class KeyedTrainer:
             generation=self._generation,
             parent=parent,
             dirty=None if dirty is None else [dirty],
+            keyed=[self._use()],
             state={"model": {"tensors": {"step": torch.tensor([self.step])}, "extra": {}}},
         )
         self.newest = publish(self.run, checkpoint)
@@ -89,6 +93,13 @@ class KeyedTrainer:
             self._line, self._since_full = [], set()
         self._line.append((self.newest, self._table.clone()))
         self._note_rows(self.newest)
+
+    def _use(self) -> KeyedUse:
+        used = len(used_rows(self._table.states[1]))
+        lost = self.inserted - used
+        return KeyedUse(
+            table=0, used=used, inserted=self.inserted, evicted=lost, refused=self.refused
+        )
 
     def _change(self) -> Tensor:
         keys, last_use = self._table.states
@@ -99,7 +110,9 @@ class KeyedTrainer:
         for slot in slots.tolist():
             key = int(KEYS[torch.randint(len(KEYS), (1,), generator=self._random)])
             if key in used_keys or key % 4 == 3:
+                self.refused += 1
                 continue  # the slot stays free
+            self.inserted += 1
             used_keys.add(key)
             keys[slot], last_use[slot] = key, self.step
             self._table.values[slot] = torch.randn(_DIM, generator=self._random)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
+from recpoint.catalog.overview.keys_of_tables import KeysOfTables, keys_of_tables
 from recpoint.catalog.overview.overview import (
     CheckpointFacts,
     Ended,
@@ -62,6 +63,7 @@ class ManifestFigures(NamedTuple):
     copied_ahead: CopiedAhead | None
     cache: CacheUse | None
     widths: WidthMix | None
+    keyed: KeysOfTables | None
     loss: MeasuredLoss | None
     error: str | None
 
@@ -83,6 +85,7 @@ def kept(manifest: Manifest) -> ManifestFigures:
         copied_ahead=manifest.copied_ahead,
         cache=manifest.cache,
         widths=width_mix(manifest.chunks, manifest.tables),
+        keyed=keys_of_tables(manifest),
         loss=manifest.loss,
         error=None,
     )
@@ -90,7 +93,7 @@ def kept(manifest: Manifest) -> ManifestFigures:
 
 def unreadable(error: RecpointError) -> ManifestFigures:
     """Return the figures to keep of an unreadable manifest."""
-    nothing = (None, None, None, None, None, None)
+    nothing = (None, None, None, None, None, None, None)
     return ManifestFigures("full", 0, 0, 0, 0, 0, 0, 0, *nothing, str(error))
 
 

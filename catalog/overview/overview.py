@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from recpoint.catalog.overview.keys_of_tables import KeysOfTables
 from recpoint.catalog.overview.width_mix import WidthMix
 from recpoint.catalog.run.validations import Verdict
 from recpoint.catalog.staging.agent_trouble import AgentTrouble
@@ -95,6 +96,7 @@ class CheckpointFacts:
         copied_ahead: rows and bytes copied before its stall and in it; None: none was before.
         cache: what the cache of the trainer's tables did before it; None: no table was in a cache.
         widths: widths of the rows that it stores; None: it stores none.
+        keyed: what the keys of its keyed tables did; None: no table is keyed.
         loss: what rounding costs in loss, as its trainer had measured; None: it measured none.
         error: what is wrong with its manifest; the other figures are then 0 or None.
     """
@@ -122,6 +124,7 @@ class CheckpointFacts:
     copied_ahead: CopiedAhead | None = None
     cache: CacheUse | None = None
     widths: WidthMix | None = None
+    keyed: KeysOfTables | None = None
     loss: MeasuredLoss | None = None
     error: str | None = None
 

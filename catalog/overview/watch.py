@@ -349,6 +349,7 @@ class RunWatch:
             copied_ahead=read.copied_ahead,
             cache=read.cache,
             widths=read.widths,
+            keyed=read.keyed,
             loss=read.loss,
             error=read.error,
         )

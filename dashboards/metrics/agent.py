@@ -118,6 +118,14 @@ def _sample_catalog(samples: Samples, run: str, catalog: CatalogWatch) -> None:
     add("restore_bytes", view.restore.bytes_to_read if view.restore else None)
     widths = None if view.newest is None else view.newest.widths
     add("value_bits", None if widths is None else widths.mean_bits)
+    uses = None if view.newest is None else view.newest.keyed
+    for use in () if uses is None else uses.tables:
+        labels = {"run": run, "table": use.table}
+        samples.add("recpoint_catalog_keyed_rows", use.used, **labels)
+        samples.add("recpoint_catalog_keyed_capacity_rows", use.capacity_rows, **labels)
+        for result in ("inserted", "evicted", "refused"):
+            count = getattr(use, result)
+            samples.add("recpoint_catalog_keys", count, **labels, result=result)
     kinds = [failure.kind for failure in view.failures]
     troubles = ((kind, kinds.count(kind)) for kind in TROUBLES)
     samples.add_each("recpoint_catalog_troubles", troubles, label="kind", run=run)

@@ -255,6 +255,18 @@ AGENT_METRICS: Final = (
             "it stores none.",
         ),
         (
+            *("keyed_rows", "gauge", "run table"),
+            "Rows of a keyed table that keys have, as of the newest checkpoint. Absent without "
+            "such a table.",
+        ),
+        ("keyed_capacity_rows", "gauge", "run table", "Rows that keys of the table can have."),
+        (
+            *("keys", "gauge", "run table result"),
+            "Keys of the table since training began, as of the newest checkpoint, by result: "
+            "inserted (got a row), evicted (lost it to others or by age), refused (were looked up "
+            "and not admitted). Lower again after a restart, which goes back to a checkpoint.",
+        ),
+        (
             *("troubles", "gauge", "run kind"),
             "Stored checkpoints that are damaged, by kind: validation (failed, and passed none "
             "since), manifest (unreadable), chain (an object that it needs is missing or damaged).",

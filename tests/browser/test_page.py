@@ -44,6 +44,7 @@ from tests.agent_process import AgentProcess
 from tests.browser.conftest import PATIENCE_SECONDS, dashboard, opened_page
 from tests.catalog_builder import build, copy_run, new_run, publish
 from tests.job_builder import stage
+from tests.keyed_run import KeyedTrainer
 from tests.polling import until as poll
 from tests.rank_jobs import RankJobs
 
@@ -318,6 +319,23 @@ def trainer(run: str, staging: Path, log: Path) -> Iterator[subprocess.Popen[byt
     finally:
         process.kill()
         process.wait()
+
+
+def test_it_says_what_the_keys_of_tables_did(page: Page, tmp_path: Path) -> None:
+    run = new_run(tmp_path / "run")
+    run.claim(None)
+    trainer = KeyedTrainer(run)
+    trainer.commit("full")
+    trainer.commit()
+    used = len(trainer.rows)
+    with dashboard(tmp_path / "log", run.url) as address:
+        page.goto(f"{address}run/0")
+        until(lambda: page.locator(ROW).count() == 2)
+        assert field(page, "Keys of tables") == (
+            f"users: {used} in 11 rows; {trainer.inserted} inserted, "
+            f"{trainer.inserted - used} evicted, {trainer.refused} refused."
+        )
+        assert f"{used} keys in 11 rows" in cells(page)[10]
 
 
 def test_it_follows_a_trainer_and_alarms_when_the_agent_is_killed(

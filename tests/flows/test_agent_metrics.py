@@ -19,6 +19,7 @@ from recpoint.cli.application import app
 from recpoint.dashboards.metrics.table import AGENT_METRICS
 from tests.catalog_builder import new_run, tables
 from tests.job_builder import stage, stage_chain
+from tests.keyed_run import KeyedTrainer
 from tests.polling import PATIENCE_SECONDS, until
 from tests.scraping import MetricsAgent, Samples, scrape, value
 from tests.unit.dashboards.test_trainer_metrics import exposed
@@ -81,10 +82,32 @@ def test_an_agent_tells_what_it_has_done_and_what_the_catalog_says(
         validated = until(lambda: of_run(scrape(agent.url), run.url, name))
         assert began - 1 <= validated <= time.time() + 1
         found = scrape(agent.url)
-        assert not exposed(AGENT_METRICS) - {name for name, _ in found}
+        of_keys = {name for name in exposed(AGENT_METRICS) if "key" in name}
+        assert exposed(AGENT_METRICS) - {name for name, _ in found} == of_keys
         assert {name for name, _ in found if "recpoint" in name} <= exposed(AGENT_METRICS)
         labels = {label for _, have in found for label, _ in have}
         assert labels <= {"run", "result", "cause", "kind", "le", "version"}
+
+
+def test_an_agent_tells_what_the_keys_of_tables_did(run: Run, tmp_path: Path) -> None:
+    trainer = KeyedTrainer(run)
+    trainer.commit("full")
+    trainer.commit()
+    staging = tmp_path / "staging"
+    staged = StagedRun.of(staging, run.url)
+    staged.path.mkdir(parents=True)
+    write_trainer_note(staged, run.url, "training")
+    with MetricsAgent(staging, tmp_path / "log") as agent:
+
+        def of_table(name: str, **labels: str) -> float | None:
+            return of_run(scrape(agent.url), run.url, name, table="users", **labels)
+
+        until(lambda: of_table("recpoint_catalog_keyed_rows") == len(trainer.rows))
+        assert of_table("recpoint_catalog_keyed_capacity_rows") == 11
+        counts = {"inserted": trainer.inserted, "refused": trainer.refused}
+        counts["evicted"] = trainer.inserted - len(trainer.rows)
+        for result, count in counts.items():
+            assert of_table("recpoint_catalog_keys", result=result) == count
 
 
 def test_a_store_that_is_away_makes_values_old_and_counts_failures(

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from recpoint.catalog.overview.alarms import Alarm
+from recpoint.catalog.overview.keys_of_tables import KeyedTableUse, KeysOfTables
 from recpoint.catalog.overview.overview import (
     Age,
     CheckpointFacts,
@@ -350,6 +351,23 @@ def test_the_cost_of_rounding_says_what_was_measured_and_what_is_allowed() -> No
         "8 bits would cost up to 25% of the loss",
         "cost of rounding not known yet",
     ]
+
+
+def test_keys_of_tables_are_counted_for_the_newest_checkpoint() -> None:
+    tables = tuple(
+        KeyedTableUse(f"table {n}", capacity_rows=2000, used=n, inserted=1234, evicted=5, refused=0)
+        for n in range(12)
+    )
+    two = facts(1, keyed=KeysOfTables(tables[:2], 0))
+    assert texts.checkpoint_row(two)[-1] == "1 key in 4,000 rows"
+    newest = replace(NOTHING, checkpoints=(two,), live_checkpoints=1)
+    assert texts.field_texts(newest)["Keys of tables"] == (
+        "table 0: 0 in 2,000 rows; 1,234 inserted, 5 evicted, 0 refused. "
+        "table 1: 1 in 2,000 rows; 1,234 inserted, 5 evicted, 0 refused."
+    )
+    many = replace(newest, checkpoints=(facts(1, keyed=KeysOfTables(tables, 30)),))
+    shown = texts.field_texts(many)["Keys of tables"]
+    assert shown.count("inserted") == 10 and shown.endswith(" And 32 more.")
 
 
 def test_rows_have_a_cell_for_each_heading() -> None:
