@@ -435,8 +435,28 @@ def test_a_handler_at_any_place_of_a_block_is_given_back_and_heard() -> None:
             assert arriving.arrived and not is_interrupted()
 
 
+#: So many calls in a row do not pass the same spot by.
+_TRIES = 100
+
+
 def _in_threading(visits: Visits) -> list[Spot]:
     return [spot for spot in visits.counts if os.path.basename(spot.file) == "threading.py"]
+
+
+def _is_interrupted_at(spot: Spot, function: Callable[[], Any]) -> None:
+    """Check that the call raises what a handler raises at the spot.
+
+    A thread that starts at once spares its starter the wait, so a call may pass the spot by.
+    """
+    for _ in range(_TRIES):
+        arriving = Visits(Arrival(spot, 1, Interrupt))
+        with handler_raises(Interrupt):
+            try:
+                arriving.call(function)
+            except Interrupt:
+                return
+        assert not arriving.arrived, spot
+    pytest.fail(f"no call came to {spot}")
 
 
 def test_a_thread_is_started_whole() -> None:
@@ -452,9 +472,7 @@ def test_a_thread_is_started_whole() -> None:
     spots = _in_threading(visits)
     assert len(spots) > 30
     for spot in spots:
-        arriving = Visits(Arrival(spot, 1, Interrupt))
-        with handler_raises(Interrupt), pytest.raises(Interrupt):
-            arriving.call(start)
+        _is_interrupted_at(spot, start)
     for thread in begun:
         thread.join()
 
@@ -470,6 +488,4 @@ def test_reads_that_start_threads_raise_what_a_handler_raises() -> None:
     spots = [spot for spot in _in_threading(visits) if spot.function.startswith("Condition.")]
     assert len(spots) > 5
     for spot in spots:
-        arriving = Visits(Arrival(spot, 1, Interrupt))
-        with handler_raises(Interrupt), pytest.raises(Interrupt):
-            arriving.call(read)
+        _is_interrupted_at(spot, read)
