@@ -12,6 +12,7 @@ from recpoint.serving.sinks.sqlite import SqliteSink
 
 __all__ = ["open_sink"]
 
+_LOCAL_SCHEMES: Final = ("sqlite", "parquet")
 _REDIS_SCHEMES: Final = ("redis", "rediss", "valkey", "valkeys")
 _GRACE_SECONDS: Final = 2.0
 _MOST_GRACE_SECONDS: Final = 600.0
@@ -20,7 +21,7 @@ _MOST_GRACE_SECONDS: Final = 600.0
 def open_sink(url: str) -> Sink:
     """Return the sink that a URL names; nothing is read or written yet.
 
-        sqlite:ads.db, sqlite:/var/lib/ads.db
+        sqlite:ads.db, sqlite:/var/lib/ads.db, parquet:/var/lib/ads
         redis://[user:password@]host[:port][/database][?prefix=recpoint][&grace=2]
 
     `valkey://` is the same as `redis://`; with `rediss://` and `valkeys://` the connection is
@@ -34,16 +35,40 @@ def open_sink(url: str) -> Sink:
         parts = urlsplit(url)
         _ = parts.port  # a ValueError if it is none
     except ValueError:
-        expected = "sqlite:PATH, or redis://HOST[:PORT]; %40 for @ in a password, and so on"
+        expected = (
+            "sqlite:PATH, parquet:PATH, or redis://HOST[:PORT]; %40 for @ in a password, and so on"
+        )
         raise _refused(url, "a host or a port that cannot be read", expected) from None
-    if parts.scheme == "sqlite":
+    if parts.scheme in _LOCAL_SCHEMES:
         path = unquote(parts.path)
         if parts.netloc or not path.strip("/"):
-            raise _refused(url, "a host, or no path", "sqlite:PATH, such as sqlite:/var/lib/ads.db")
-        return SqliteSink(Path(path))
+            example = f"{parts.scheme}:/var/lib/ads"
+            raise _refused(url, "a host, or no path", f"{parts.scheme}:PATH, such as {example}")
+        return SqliteSink(Path(path)) if parts.scheme == "sqlite" else _parquet(Path(path))
     if parts.scheme in _REDIS_SCHEMES and parts.hostname:
         return _redis(url)
-    raise _refused(url, f"the scheme {parts.scheme!r:.40}", "sqlite:PATH, or redis://HOST")
+    raise _refused(
+        url, f"the scheme {parts.scheme!r:.40}", "sqlite:PATH, parquet:PATH, or redis://HOST"
+    )
+
+
+def _parquet(path: Path) -> Sink:
+    try:
+        from recpoint.serving.sinks.parquet_directory import ParquetDirectory
+    except ModuleNotFoundError as error:
+        if error.name != "pyarrow":
+            raise
+        raise _no_package("a sink of Parquet files", "pyarrow", extra="pandas") from None
+    return ParquetDirectory(path)
+
+
+def _no_package(sink: str, package: str, *, extra: str) -> SettingsError:
+    return SettingsError(
+        sink,
+        found=f"no package {package}",
+        expected=f"{package}, which the extra {extra!r} brings",
+        next_step=f"pip install 'recpoint[{extra}]'",
+    )
 
 
 def _redis(url: str) -> Sink:
@@ -52,12 +77,7 @@ def _redis(url: str) -> Sink:
     except ModuleNotFoundError as error:
         if error.name != "redis":
             raise
-        raise SettingsError(
-            "a sink in Redis",
-            found="no package redis",
-            expected="redis-py",
-            next_step="pip install 'recpoint[redis]'",
-        ) from None
+        raise _no_package("a sink in Redis", "redis", extra="redis") from None
     parts = urlsplit(url)
     options = dict(parse_qsl(parts.query))
     prefix = options.pop("prefix", "recpoint")

@@ -20,7 +20,7 @@ __all__ = ["EMPTY_FIRST", "CommittedVersion", "SinkTable", "SinkVersion", "Table
 
 #: What to do with a sink whose records or rows are damaged.
 EMPTY_FIRST: Final = (
-    "delete the sink's file, or its keys in Redis; then recpoint publish-to SINK URL"
+    "delete the sink's file or directory, or its keys in Redis; then recpoint publish-to SINK URL"
 )
 
 _MAX_BYTES: Final = 16 << 20

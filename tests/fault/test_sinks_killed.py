@@ -106,8 +106,9 @@ def test_killed_at_each_step_in_redis(trainer: Trainer, redis: RedisServer, tmp_
 
 
 @pytest.mark.nightly("sinks")
-def test_killed_at_each_step_in_sqlite(trainer: Trainer, tmp_path: Path) -> None:
-    publishers = _Publishers(trainer, f"sqlite:{tmp_path}/served.db", tmp_path)
+@pytest.mark.parametrize("kind", ["sqlite", "parquet"])
+def test_killed_at_each_step_in_a_file(trainer: Trainer, tmp_path: Path, kind: str) -> None:
+    publishers = _Publishers(trainer, f"{kind}:{tmp_path}/served", tmp_path)
     publishers.finish()
     _sweep(publishers)
 

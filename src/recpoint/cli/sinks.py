@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["publish_to", "sinks"]
 
 SinkArgument = Annotated[
-    str, typer.Argument(metavar="SINK", help="redis://HOST/DATABASE or sqlite:PATH.")
+    str, typer.Argument(metavar="SINK", help="redis://HOST/DATABASE, sqlite:PATH or parquet:PATH.")
 ]
 
 sinks = typer.Typer(

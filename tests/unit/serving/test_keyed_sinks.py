@@ -16,11 +16,12 @@ from tests.catalog_builder import new_run
 from tests.keyed_run import KEYS, KeyedTrainer
 
 
-def test_keys_come_move_and_go(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["sqlite", "parquet"])
+def test_keys_come_move_and_go(tmp_path: Path, kind: str) -> None:
     run = new_run(tmp_path / "run")
     run.claim(None)
     trainer = KeyedTrainer(run)
-    url = f"sqlite:{tmp_path}/served.db"
+    url = f"{kind}:{tmp_path}/served"
     publisher = SinkPublisher(run.url, open_sink(url))
     deleted_rows = 0
     for _ in range(25):

@@ -29,6 +29,12 @@ class TestSqliteSink(SinkSuite):
         return lambda: open_sink(f"sqlite:{tmp_path}/served.db")
 
 
+class TestParquetDirectory(SinkSuite):
+    @pytest.fixture
+    def open_sink(self, tmp_path: Path) -> Callable[[], Sink]:
+        return lambda: open_sink(f"parquet:{tmp_path}/served")
+
+
 class TestRedisSink(SinkSuite):
     @pytest.fixture
     def open_sink(self, redis_of_module: RedisServer) -> Callable[[], Sink]:

@@ -39,13 +39,14 @@ def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """The sink's URL; in SQLite, unless a test asks for Redis."""
-    if getattr(request, "param", "sqlite") == "sqlite":
-        return f"sqlite:{tmp_path}/served.db"
+    """The sink's URL; in SQLite, unless a test asks for another one."""
+    kind = getattr(request, "param", "sqlite")
+    if kind != "redis":
+        return f"{kind}:{tmp_path}/served"
     return f"{request.getfixturevalue('redis_url')}?prefix={tmp_path.name}&grace=0"
 
 
-in_both = pytest.mark.parametrize("url", ["sqlite", "redis"], indirect=True)
+in_each = pytest.mark.parametrize("url", ["sqlite", "parquet", "redis"], indirect=True)
 
 
 @pytest.fixture
@@ -68,7 +69,7 @@ def require(sink: Sink, trainer: Trainer, step: int) -> None:
     assert comparison.rows == sum(table.rows for table in trainer.tables)
 
 
-@in_both
+@in_each
 @pytest.mark.parametrize("bits", [None, 4])
 def test_each_checkpoint_arrives(trainer: Trainer, sink: Sink, bits: int | None) -> None:
     trainer.tables[0].bits = bits
@@ -130,7 +131,7 @@ def test_a_published_older_checkpoint_takes_the_sink_back(trainer: Trainer, sink
         require(sink, trainer, step)
 
 
-@in_both
+@in_each
 def test_a_superseded_line_is_left(trainer: Trainer, sink: Sink) -> None:
     publisher = SinkPublisher(trainer.run.url, sink)
     made = [trainer.commit(step) for step in (1, 2, 3)]
@@ -143,7 +144,7 @@ def test_a_superseded_line_is_left(trainer: Trainer, sink: Sink) -> None:
     require(sink, trainer, 4)
 
 
-@in_both
+@in_each
 def test_damaged_checkpoints_are_passed_over(trainer: Trainer, sink: Sink) -> None:
     publisher = SinkPublisher(trainer.run.url, sink)
     trainer.commit(1)
@@ -167,7 +168,7 @@ def test_only_validated_checkpoints(trainer: Trainer, sink: Sink) -> None:
     require(sink, trainer, 2)
 
 
-@in_both
+@in_each
 def test_other_tables_come_anew(trainer: Trainer, url: str) -> None:
     trainer.commit(1)
     name = trainer.tables[0].name
@@ -180,7 +181,7 @@ def test_other_tables_come_anew(trainer: Trainer, url: str) -> None:
         SinkPublisher(trainer.run.url, open_sink(url), tables=["prices"]).poll()
 
 
-@in_both
+@in_each
 def test_a_sink_of_another_run_is_left_alone(trainer: Trainer, sink: Sink, tmp_path: Path) -> None:
     trainer.commit(1)
     SinkPublisher(trainer.run.url, sink).poll()
@@ -196,7 +197,7 @@ def test_a_sink_of_another_run_is_left_alone(trainer: Trainer, sink: Sink, tmp_p
     require(sink, other, 7)
 
 
-@in_both
+@in_each
 def test_verification_names_what_differs(trainer: Trainer, sink: Sink) -> None:
     trainer.commit(1)
     with pytest.raises(NotServing):
@@ -216,7 +217,7 @@ def test_verification_names_what_differs(trainer: Trainer, sink: Sink) -> None:
         version.lookup(name, torch.tensor([1, 2]))
 
 
-@in_both
+@in_each
 def test_a_publisher_may_end_at_any_step(trainer: Trainer, url: str) -> None:
     trainer.commit(1)
     SinkPublisher(trainer.run.url, open_sink(url)).poll()
