@@ -9,14 +9,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = ["Batch", "Reader", "hash_rows", "mix64"]
+__all__ = ["Batch", "Reader", "hash_keys", "hash_rows", "mix64"]
 
 
 class Batch(NamedTuple):
     """One batch of n samples."""
 
     dense: torch.Tensor  # F32 [n, dense_width]
-    sparse: torch.Tensor  # I64 [n, columns]; column c holds rows of table c
+    sparse: torch.Tensor  # I64 [n, columns]; column c holds rows, or keys, of table c
     label: torch.Tensor  # F32 [n], 0 or 1
 
 
@@ -61,3 +61,11 @@ def hash_rows(values: npt.NDArray[np.uint64], *, column: int, rows: int) -> npt.
     """Hash values of one column to rows 0 … rows - 1; each column hashes differently."""
     salted = mix64(values ^ mix64(np.full(1, column, np.uint64)))
     return (salted % np.uint64(rows)).astype(np.int64)
+
+
+def hash_keys(
+    first: npt.NDArray[np.int64], second: npt.NDArray[np.int64], *, column: int
+) -> npt.NDArray[np.int64]:
+    """Hash pairs of keys to keys of 64 bits; each column hashes differently."""
+    salted = mix64(first.view(np.uint64) ^ mix64(np.full(1, column, np.uint64)))
+    return mix64(salted ^ second.view(np.uint64)).view(np.int64)

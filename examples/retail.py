@@ -8,6 +8,7 @@ time.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -15,13 +16,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from batches import Batch, hash_rows
+from batches import Batch, hash_keys, hash_rows
 
 __all__ = ["DATA_PATH", "RetailReader"]
 
 DATA_PATH = Path(__file__).parent / "data" / "online_retail.npz"
 
 NEGATIVE_WINDOW_LINES = 20_000
+#: Rows of tables of keys: fewer than the log has customers and items.
+MOST_KEYED_CUSTOMERS = 2000
+MOST_KEYED_ITEMS = 3000
 HOURS = 24
 WEEKDAYS = 7
 _FIRST_LINE_MINUTE = 8 * 60 + 26  # the log starts on Wednesday, 2010-12-01, at 08:26
@@ -38,8 +42,14 @@ class RetailReader:
         rows: rows of the two tables for crossed columns; other tables have a row for each id.
         seed: of the generator that draws negatives; ids do not depend on the seed.
         path: of the log.
+        keyed: ids of customers, items and crossed columns are keys of 64 bits: the shop's number of
+            a customer, and hashes of product codes and pairs. Their tables have room for some of
+            the keys only.
         rank, ranks: of this process, and the number of ranks; each rank reads every `ranks`-th
             batch. Several ranks leave out the end of the log if it is not a batch for each of them.
+
+    Attributes:
+        keyed_tables: names of the tables that are looked up by keys.
     """
 
     dense_width = 0
@@ -51,6 +61,7 @@ class RetailReader:
         rows: int = 1 << 18,
         seed: int = 0,
         path: Path = DATA_PATH,
+        keyed: bool = False,
         rank: int = 0,
         ranks: int = 1,
     ) -> None:
@@ -60,8 +71,15 @@ class RetailReader:
             minute = log["t_min"][bought].astype(np.int64) + _FIRST_LINE_MINUTE
             customers, items = len(log["customer_original_id"]), len(log["item_code"])
             countries = len(log["country_name"])
-            self._customer = _permuted(log["customer"][bought], customers, column=0)
-            self._item = _permuted(log["item"][bought], items, column=1)
+            if keyed:
+                self._customer = log["customer_original_id"].astype(np.int64)[
+                    log["customer"][bought]
+                ]
+                self._item = _code_keys(log["item_code"])[log["item"][bought]]
+                customers, items = MOST_KEYED_CUSTOMERS, MOST_KEYED_ITEMS
+            else:
+                self._customer = _permuted(log["customer"][bought], customers, column=0)
+                self._item = _permuted(log["item"][bought], items, column=1)
             self._country = _permuted(log["country"][bought], countries, column=3)
         # The item bought just before in the same basket; `items` means "first in the basket".
         self._previous = np.full(len(invoice), items, np.int64)
@@ -80,6 +98,8 @@ class RetailReader:
             "customer_x_item": rows,
             "previous_x_item": rows,
         }
+        names = ("customer", "item", "previous_item", "customer_x_item", "previous_x_item")
+        self.keyed_tables = frozenset(names if keyed else ())
         self.total_batches = (
             -(-len(invoice) // lines) if ranks == 1 else (len(invoice) // (ranks * lines))
         )
@@ -124,10 +144,16 @@ class RetailReader:
             self._country[positions],
             self._hour[positions],
             self._weekday[positions],
-            hash_rows((customer * self._items + item).view(np.uint64), column=6, rows=self._rows),
-            hash_rows((previous * self._items + item).view(np.uint64), column=7, rows=self._rows),
+            self._crossed(customer, item, column=6),
+            self._crossed(previous, item, column=7),
         )
         return np.stack(columns, axis=1)
+
+    def _crossed(self, first: _Ids, item: _Ids, *, column: int) -> _Ids:
+        if self.keyed_tables:
+            return hash_keys(first, item, column=column)
+        pairs = (first * self._items + item).view(np.uint64)
+        return hash_rows(pairs, column=column, rows=self._rows)
 
     def state_dict(self) -> dict[str, object]:
         """Return the reader's position between two batches."""
@@ -169,6 +195,12 @@ class RetailReader:
 def _generator(seed: int, rank: int, ranks: int, lines_done: int) -> np.random.Generator:
     alone = ranks == 1 and lines_done == 0
     return np.random.Generator(np.random.PCG64(seed if alone else [seed, rank, lines_done]))
+
+
+def _code_keys(codes: npt.NDArray[np.str_]) -> _Ids:
+    """Hash product codes, such as 85123A, to keys of 64 bits."""
+    hashes = [hashlib.blake2b(code.encode(), digest_size=8).digest() for code in codes.tolist()]
+    return np.frombuffer(b"".join(hashes), dtype="<i8").astype(np.int64)
 
 
 def _permuted(ids: npt.NDArray[np.integer], count: int, *, column: int) -> _Ids:

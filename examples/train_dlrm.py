@@ -14,7 +14,7 @@ import argparse
 import json
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -29,20 +29,40 @@ from batches import Batch, Reader
 from criteo import CriteoReader, CriteoShapeReader
 from evidence import ProgressFile, digests, digests_of_all
 from many_ranks import gathered, join, leave, of_all_ranks, replicated
-from recpoint import Checkpointer, Lookahead, Staging
+from recpoint import Checkpointer, KeyedEmbedding, LeastRecent, Lookahead, Staging
+from recpoint.embeddings import Uniform
 from retail import RetailReader
+
+
+def keyed_table(name: str, rows: int, dim: int) -> KeyedEmbedding:
+    """Return a table that is looked up by any keys, of which at most `rows` have rows."""
+    initial = Uniform(seed=0, low=-0.02, high=0.02)
+    return KeyedEmbedding(dim, rows, initial=initial, evict=LeastRecent(), sparse=True, name=name)
 
 
 class DLRM(nn.Module):
     """The DLRM of Naumov et al., 2019: one embedding for each column, dots of all pairs, an MLP."""
 
-    def __init__(self, tables: dict[str, int], dense_width: int, *, dim: int = 16) -> None:
+    def __init__(
+        self,
+        tables: dict[str, int],
+        dense_width: int,
+        *,
+        dim: int = 16,
+        keyed: Collection[str] = (),
+    ) -> None:
         super().__init__()
         self.tables = nn.ModuleDict(
-            {name: nn.Embedding(rows, dim, sparse=True) for name, rows in tables.items()}
+            {
+                name: keyed_table(name, rows, dim)
+                if name in keyed
+                else nn.Embedding(rows, dim, sparse=True)
+                for name, rows in tables.items()
+            }
         )
-        for parameter in self.tables.parameters():
-            nn.init.normal_(parameter, std=0.01)
+        for table in self.tables.values():
+            if isinstance(table, nn.Embedding):
+                nn.init.normal_(table.weight, std=0.01)
         self.bottom = nn.Sequential(nn.Linear(dense_width, dim), nn.ReLU()) if dense_width else None
         vectors = len(tables) + (dense_width > 0)
         self.first, self.second = torch.triu_indices(vectors, vectors, offset=1)
@@ -81,6 +101,7 @@ def arguments() -> argparse.Namespace:
     add("--staging", type=Path, help="staging area; default: the agent's default")
     add("--max-staged", type=int, default=1, help="checkpoints that may wait for the agent")
     add("--lookahead", action="store_true", help="read ahead: rows are copied before checkpoints")
+    add("--keyed", action="store_true", help="look raw customers and product codes up by key")
     add("--progress-file", type=Path, help="file for one JSON line a batch; a file for each rank")
     return parser.parse_args()
 
@@ -89,7 +110,11 @@ def open_reader(args: argparse.Namespace, rank: int = 0, ranks: int = 1) -> Read
     """Return the reader that `--data` names; several ranks each read their part of the batches."""
     if args.data == "retail":
         lines = args.batch // 2 // ranks
-        return RetailReader(lines=lines, rows=args.rows, seed=args.seed, rank=rank, ranks=ranks)
+        return RetailReader(
+            lines=lines, rows=args.rows, seed=args.seed, keyed=args.keyed, rank=rank, ranks=ranks
+        )
+    if args.keyed:
+        raise SystemExit(f"--data {args.data}: only retail has keys")
     if ranks > 1:
         raise SystemExit(f"--data {args.data}: several ranks can read only retail")
     if args.data == "criteo-shape":
@@ -126,7 +151,8 @@ def main() -> None:
         seed(args.seed + rank)  # weights come from rank 0; dropout differs between ranks
     torch.sparse.check_sparse_tensor_invariants.disable()  # the default, without its warning
     reader = open_reader(args, rank, ranks)
-    model = DLRM(reader.tables, reader.dense_width)
+    keyed = reader.keyed_tables if isinstance(reader, RetailReader) else ()
+    model = DLRM(reader.tables, reader.dense_width, keyed=keyed)
     batches = Lookahead(reader, model, ids=ids_of(reader)) if args.lookahead else reader
     trained = replicated(model)
     dense_parameters = [p for n, p in model.named_parameters() if not n.startswith("tables.")]

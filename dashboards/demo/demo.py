@@ -9,7 +9,6 @@ under torchrun, of which one is killed.
 from __future__ import annotations
 
 import os
-import re
 import secrets
 import shutil
 import signal
@@ -42,23 +41,21 @@ from recpoint.dashboards.demo.processes import (
     persisted_by_prefect,
     wait_for_prefect,
 )
+from recpoint.dashboards.demo.settings import DemoSettings
 from recpoint.dashboards.terminal import Listed
-from recpoint.embeddings.parity.stripes import Parity
 from recpoint.errors import NothingToRestore, SettingsError
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import ManifestName, parse_job_stem
 from recpoint.tasks.job_name import run_tag
 from recpoint.units import bytes_text, copied_text, counted
 
-__all__ = ["DemoSettings", "example_script", "make_fresh", "report_views", "run_demo"]
+__all__ = ["example_script", "make_fresh", "report_views", "run_demo"]
 
-
-BITS = ("lossless", "8", "4", "3", "2")
-MOST_RANKS = 16
-MOST_SERVERS = 16
 
 _SEED = 0
 _OTHER_SEED = 20_101_201
+#: Rows of the largest tables of keys, in which rows are evicted within a hundred batches.
+_KEYED_ROWS = 20_000
 _POLL_SECONDS = 0.01
 _LOOK_SECONDS = 0.5
 _PHASE_SECONDS = 600.0
@@ -67,89 +64,6 @@ _PHASE_SECONDS = 600.0
 _COMMITS_BEFORE_KILL = 2
 #: Room that several staged checkpoints of the demo's model need in memory.
 _STAGING_BYTES = 1 << 30
-
-
-@dataclass(frozen=True, kw_only=True)
-class DemoSettings:
-    """The settings of a demo.
-
-    Attributes:
-        directory: for the run, logs and progress; files of an earlier demo there are removed.
-        store: URL below which the run is stored; None: in `directory`.
-        steps: batches to train.
-        interval: batches between checkpoints.
-        bits: "lossless", "8", "4", "3" or "2".
-        ranks: processes that train together; torchrun starts them if there are 2 or more.
-        lookahead: the trainer reads ahead, so that rows are copied before the stall.
-        home: directory for the rows of the trainer that is killed, which has those in use in a
-            cache; the other trainer has all rows in memory. None: both have.
-        servers: the same with the rows in so many server processes, of which one is killed first.
-            With several ranks, these share the rows, and each has a cache.
-        parity: "K+R", rows and parity rows of a stripe on these servers: training then goes on when
-            one is killed, and goes back to no checkpoint. "": no parity.
-    """
-
-    directory: Path
-    store: str | None = None
-    steps: int = 2000
-    interval: int = 200
-    bits: str = "lossless"
-    ranks: int = 1
-    lookahead: bool = False
-    home: Path | None = None
-    servers: int = 0
-    parity: str = ""
-
-    @property
-    def example(self) -> str:
-        """Name of the example that trains."""
-        if self.servers:
-            return "train_with_servers"
-        return "train_dlrm" if self.home is None else "train_larger_than_memory"
-
-    @property
-    def is_cached(self) -> bool:
-        """Whether the trainer that is killed has its tables in a cache."""
-        return self.home is not None or self.servers > 0
-
-    def __post_init__(self) -> None:
-        if self.bits not in BITS:
-            raise _refused("--bits", self.bits, f"one of {', '.join(BITS)}")
-        if not 1 <= self.ranks <= MOST_RANKS:
-            raise _refused("--ranks", str(self.ranks), f"1 to {MOST_RANKS} processes")
-        if self.lookahead and self.ranks > 1:
-            raise _refused("--lookahead", f"--ranks {self.ranks}", "one process: leave out --ranks")
-        if not 0 <= self.servers <= MOST_SERVERS:
-            raise _refused("--servers", str(self.servers), f"1 to {MOST_SERVERS} processes")
-        if self.parity:
-            match = re.fullmatch(r"(\d{1,2})\+(\d)", self.parity)
-            if match is None:
-                raise _refused("--parity", self.parity, "K+R, such as 4+1")
-            Parity(data=int(match[1]), parity=int(match[2])).require_servers(self.servers)
-        if self.is_cached and self.lookahead:
-            raise _refused(
-                "--lookahead",
-                "with --home" if self.home is not None else f"with --servers {self.servers}",
-                "no --lookahead: a trainer with a cache always reads ahead",
-            )
-        if self.home is not None and self.servers:
-            raise _refused(
-                "--home", f"{self.home} with --servers {self.servers}", "one place for the rows"
-            )
-        if self.home is not None and self.ranks > 1:
-            raise _refused(
-                "--home",
-                f"{self.home} with --ranks {self.ranks}",
-                "one process, or --servers, whose rows ranks can share",
-            )
-        if self.interval < 1:
-            raise _refused("--interval", str(self.interval), "1 or more batches")
-        if self.steps < 4 * self.interval:
-            raise _refused(
-                "--steps",
-                f"{self.steps} steps with an interval of {self.interval}",
-                "at least four intervals: two before the kill and two after it",
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,6 +115,8 @@ class _Demo:
 
     def start_trainer(self, name: str, *, seed: int, checkpoints: bool) -> Trainer:
         arguments = [f"--seed={seed}"]
+        if self.settings.keyed:
+            arguments += ["--keyed", f"--rows={_KEYED_ROWS}"]
         if checkpoints and self.settings.lookahead:  # the other one proves that it changes nothing
             arguments.append("--lookahead")
         if checkpoints and self.settings.home is not None:
@@ -380,6 +296,7 @@ def _run(demo: _Demo) -> DemoResult:
         and flows > 0
         and (document["checkpoints_copied_ahead"] > 0 or not demo.settings.lookahead)
         and (document["cache"] is not None or not demo.settings.is_cached)
+        and (not demo.settings.keyed or document["keys"]["evicted"] > 0)
         and (document["steps"], document["ranks"]) == (demo.settings.steps, demo.settings.ranks)
     )
     return DemoResult(
@@ -414,6 +331,7 @@ def _document(
         "ranks": resumed["ranks"],
         "parity": settings.parity or None,
         "cache": resumed.get("cache"),
+        "keys": _keys(manifests) if settings.keyed else None,
         "checkpoints": len(manifests),
         "bytes_written": sum(manifest.stored_bytes for manifest in manifests),
         "bytes_full_fp32": sum(manifest.full_bytes for manifest in manifests),
@@ -424,6 +342,15 @@ def _document(
             state: resumed["digests"].get(state) == digest
             for state, digest in expected["digests"].items()
         },
+    }
+
+
+def _keys(manifests: list[Manifest]) -> dict[str, int]:
+    """Return what the keys of all tables did until the newest checkpoint."""
+    uses = None if not manifests else manifests[0].keyed
+    return {
+        name: sum(getattr(use, name) for use in uses or ())
+        for name in ("used", "inserted", "evicted", "refused")
     }
 
 
@@ -484,12 +411,6 @@ def _make_staging(directory: Path) -> Path:
     return directory / "staging"
 
 
-def _refused(setting: str, found: str, expected: str) -> SettingsError:
-    return SettingsError(
-        setting, found=found, expected=expected, next_step=f"give another {setting}"
-    )
-
-
 def report_views(result: DemoResult, *, server_stopped: bool) -> list[RenderableType]:
     """Return the report for a terminal: checkpoints, where to look, and the proof in words.
 
@@ -515,6 +436,7 @@ def report_views(result: DemoResult, *, server_stopped: bool) -> list[Renderable
         ("look at", look),
         *([("copied ahead", _copied_text(document))] if result.lookahead else []),
         *([("cache", _cache_text(document["cache"]))] if document["cache"] else []),
+        *([("keys", _keys_text(document["keys"]))] if document["keys"] else []),
         ("AUC", f"{document['auc']:.6f}, uninterrupted {document['auc_uninterrupted']:.6f}"),
     ]
     return [
@@ -531,6 +453,13 @@ def _cache_text(cache: dict[str, Any]) -> str:
     return (
         f"{counted(cache['hits'], 'id')} found in it, {cache['misses']:,} not; "
         f"{counted(cache['fetched_rows'], 'row')} fetched, {cache['written_rows']:,} written back"
+    )
+
+
+def _keys_text(keys: dict[str, int]) -> str:
+    return (
+        f"{keys['used']:,} have rows; {keys['inserted']:,} got one, and {keys['evicted']:,} lost "
+        "theirs to others"
     )
 
 
@@ -564,8 +493,10 @@ def _proof(result: DemoResult) -> Text:
     story += (
         f"{killed_process}killed with SIGKILL at step {killed}, restored at step {restored}: after "
     )
+    keys = "keys, " if document["keys"] else ""
     story += (
-        f"{document['steps']} steps weights, optimizer state, random generators and next batch "
+        f"{document['steps']} steps weights, {keys}optimizer state, random generators and next "
+        "batch "
     )
     if document["resumed_bit_identical"]:
         proof = "are the same, bit for bit, as those of the run that was never interrupted."

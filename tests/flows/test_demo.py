@@ -30,6 +30,7 @@ _BY_NIGHT = pytest.mark.nightly("demo")
         pytest.param(1, [], marks=pytest.mark.nightly("plain-demo")),
         pytest.param(2, [], marks=_BY_NIGHT),
         pytest.param(1, ["--lookahead"], marks=_BY_NIGHT),
+        pytest.param(1, ["--keyed"], marks=_BY_NIGHT),
         pytest.param(1, ["--servers=3", "--parity=2+1"], marks=_BY_NIGHT),
         pytest.param(2, ["--servers=2"], marks=_BY_NIGHT),
     ],
@@ -91,6 +92,10 @@ def test_a_killed_trainer_ends_where_the_uninterrupted_one_does(
     assert (document["rows_copied_before_stalls"] > 0) is is_ahead
     assert ("copied ahead" in ended.stdout) is is_ahead
     assert (document["cache"] is not None) is is_served
+    is_keyed = more == ["--keyed"]
+    assert (document["keys"] is not None) is is_keyed
+    if is_keyed:
+        assert document["keys"]["evicted"] > 0 and "lost theirs to others" in ended.stdout
     if is_served:
         assert document["cache"]["misses"] == 0 < document["cache"]["written_rows"]
         assert all(manifest.cache is not None for manifest in manifests)

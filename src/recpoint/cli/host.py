@@ -393,6 +393,10 @@ def demo(
             help="Keep rows in so many server processes, which ranks share; kill one first, too."
         ),
     ] = 0,
+    keyed: Annotated[
+        bool,
+        typer.Option("--keyed", help="Look raw customers and product codes up by key."),
+    ] = False,
     parity: Annotated[
         str,
         typer.Option(
@@ -408,7 +412,8 @@ def demo(
 ) -> Result:
     """Train on real purchases, kill the trainer with SIGKILL, restore, prove the result."""
     require_flows("recpoint demo")
-    from recpoint.dashboards.demo.demo import DemoSettings, report_views, run_demo
+    from recpoint.dashboards.demo.demo import report_views, run_demo
+    from recpoint.dashboards.demo.settings import DemoSettings
     from recpoint.flows import prefect_server
 
     settings = DemoSettings(
@@ -422,6 +427,7 @@ def demo(
         home=home,
         servers=servers,
         parity=parity,
+        keyed=keyed,
     )
     console = progress_console() if json_output else output_console()
     try:

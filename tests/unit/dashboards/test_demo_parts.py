@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from recpoint.dashboards.demo import demo
-from recpoint.dashboards.demo.demo import DemoSettings
 from recpoint.dashboards.demo.processes import Child, ChildFailed, RanksTrainer, Trainer, ended
+from recpoint.dashboards.demo.settings import DemoSettings
 from recpoint.errors import SettingsError
 from tests.polling import until
 
@@ -36,6 +36,10 @@ from tests.polling import until
         ({"home": Path("rows"), "lookahead": True}, "--lookahead"),
         ({"home": Path("rows"), "servers": 2}, "--home"),
         ({"home": Path("rows"), "ranks": 2}, "--home"),
+        ({"keyed": True, "ranks": 2}, "--keyed"),
+        ({"keyed": True, "lookahead": True}, "--keyed"),
+        ({"keyed": True, "home": Path("rows")}, "--keyed"),
+        ({"keyed": True, "servers": 2}, "--keyed"),
     ],
 )
 def test_settings_that_show_nothing_are_refused(

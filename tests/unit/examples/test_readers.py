@@ -38,11 +38,12 @@ def criteo_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(params=["retail", "criteo", "criteo-shape"])
+@pytest.fixture(params=["retail", "keyed-retail", "criteo", "criteo-shape"])
 def make_reader(request: pytest.FixtureRequest, criteo_file: Path) -> Callable[[int], Reader]:
     """Build the same reader again and again; the seed is what a restart may change."""
     makers: dict[str, Callable[[int], Reader]] = {
         "retail": lambda seed: RetailReader(lines=50_000, rows=1000, seed=seed),
+        "keyed-retail": lambda seed: RetailReader(lines=50_000, rows=1000, seed=seed, keyed=True),
         "criteo": lambda seed: CriteoReader(criteo_file, lines=10, rows=500),
         "criteo-shape": lambda seed: CriteoShapeReader(lines=20, rows=500, batches=11, seed=seed),
     }
@@ -74,13 +75,29 @@ def test_batches_are_within_the_tables_the_reader_announces(
     make_reader: Callable[[int], Reader],
 ) -> None:
     reader = make_reader(0)
+    keyed: frozenset[str] = getattr(reader, "keyed_tables", frozenset())
+    of_rows = torch.tensor([name not in keyed for name in reader.tables])
     for batch in reader:
         rows = torch.tensor(list(reader.tables.values()))
         assert batch.sparse.dtype == torch.int64
-        assert (batch.sparse >= 0).all() and (batch.sparse < rows).all()
+        ids = batch.sparse[:, of_rows]
+        assert (ids >= 0).all() and (ids < rows[of_rows]).all()
         assert batch.dense.shape == (len(batch.label), reader.dense_width)
         assert batch.dense.isfinite().all()
         assert set(batch.label.tolist()) <= {0.0, 1.0}
+
+
+def test_keys_of_the_log_are_its_own_numbers_and_tell_pairs_apart() -> None:
+    keyed, mapped = (
+        next(iter(RetailReader(lines=5000, rows=1 << 18, keyed=keyed))).sparse
+        for keyed in (True, False)
+    )
+    assert keyed[0, 0] == 17850  # the first customer, as the shop numbers them
+    for column in range(8):  # as many keys as rows; crossed columns have more, since rows collide
+        keys, rows = (len(sparse[:, column].unique()) for sparse in (keyed, mapped))
+        assert keys == rows if column < 6 else keys >= rows
+    pairs = len(torch.unique(keyed[:, [0, 1]], dim=0))
+    assert len(keyed[:, 6].unique()) == pairs
 
 
 def test_a_state_that_is_none_is_refused(make_reader: Callable[[int], Reader]) -> None:

@@ -129,3 +129,15 @@ def test_the_script_runs_on_every_kind_of_data(tmp_path: Path) -> None:
         assert document["steps"] == steps
         assert document["restored_step"] is None
         assert len(document["digests"]) == 5
+
+
+def test_the_script_looks_raw_ids_up_by_key(tmp_path: Path) -> None:
+    arguments = ["--keyed", "--rows=400", "--batch=128"]
+    documents = []
+    for steps in (9, 9, 10):
+        ended = run_script(train_dlrm.__file__, *arguments, f"--steps={steps}")
+        assert ended.returncode == 0, ended.stderr
+        documents.append(json.loads(ended.stdout.splitlines()[-1])["digests"])
+    assert documents[0] == documents[1] != documents[2]
+    ended = run_script(train_dlrm.__file__, *arguments, "--data=criteo-shape")
+    assert ended.returncode != 0 and "only retail has keys" in ended.stderr
