@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -10,9 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from recpoint import Checkpointer, KeyedEmbedding
+from recpoint import Checkpointer, KeyedEmbedding, Lookahead
 from recpoint.catalog.restore.keyed_rows import KEY, LAST_USE
-from recpoint.embeddings import Uniform
+from recpoint.embeddings import Uniform, cached
+from recpoint.embeddings.cache.install import read_rows
+from recpoint.embeddings.cache.lookup_hooks import cache_of
+from recpoint.embeddings.home.contract import Home
 from recpoint.embeddings.tables.optimizers import row_states
 from recpoint.format import state_tree
 from tests.flat_settings import arguments
@@ -82,6 +85,9 @@ class KeyedTraining:
         capacity_rows: slots of the table.
         optimizer: key of `OPTIMIZERS`.
         sparse: whether gradients of tables are sparse.
+        home: where rows are that are not in use; None: there is no cache.
+        cached_rows: slots of the caches, name of the table -> number; the others are not cached.
+        window: batches that a `Lookahead` reads ahead; None: there is none.
         rules: rules of admission and eviction.
     """
 
@@ -91,20 +97,30 @@ class KeyedTraining:
         *,
         optimizer: str = "adagrad",
         sparse: bool = False,
+        home: Home | None = None,
+        cached_rows: Mapping[str, int] = {"users": 8},
+        window: int | None = None,
         **rules: Any,
     ) -> None:
         seed_everything(1)
         self.model = KeyedModel(capacity_rows, sparse=sparse, **rules)
+        if home is not None:
+            cached(self.model, home, cached_rows)
         tables = [self.model.users.weight, self.model.items.weight]
         self.optimizers = [
             OPTIMIZERS[optimizer](tables, sparse),
             torch.optim.SGD(self.model.top.parameters(), lr=0.1),
         ]
-        self.reader = KeyedReader()
+        self.reader: Any = KeyedReader()
+        if window is not None:
+            self.reader = Lookahead(self.reader, self.model, ids=ids_of, window=window)
+        self._read_by: Any = None
 
     def forward(self) -> None:
         """Look up a batch and compute its gradients."""
-        keys, target = next(self.reader)
+        if self._read_by is not self.reader:  # a test may have given it another one
+            self._read_by, self._batches = self.reader, iter(self.reader)
+        keys, target = next(self._batches)
         nn.functional.mse_loss(self.model(keys), target).backward()
 
     def step(self) -> None:
@@ -153,6 +169,31 @@ def everything(training: KeyedTraining) -> list[object]:
     }
     tree, tensors = state_tree.flatten(state)
     return [tree, *[tensor.contiguous().view(-1).view(torch.uint8).tolist() for tensor in tensors]]
+
+
+def ids_of(batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+    """Return what a batch of `KeyedReader` looks up in the tables of `KeyedModel`."""
+    return {"users": batch[0], "items": batch[0] % 9}
+
+
+def arrays_of(training: KeyedTraining) -> tuple[Tensor, ...]:
+    """Return values and the optimizer's row states of all slots, in a cache or not."""
+    table, optimizer = training.model.users, training.optimizers[0]
+    cache = cache_of(training.model)
+    if cache is not None and "users" in cache.tables:
+        return cache.rows_of("users", torch.arange(table.capacity_rows + 1, dtype=torch.int64))
+    states = row_states(optimizer.state.get(table.weight, {}), len(table.weight))
+    return table.weight.detach(), *states.values()
+
+
+def all_rows(training: KeyedTraining) -> list[list[object]]:
+    """Return the bits of all rows and row states of both tables."""
+    arrays = [
+        *training.model.users.slots.row_states.values(),
+        *arrays_of(training),
+        *read_rows(training.model, "items", training.optimizers[0]).values(),
+    ]
+    return [array.contiguous().view(-1).view(torch.uint8).tolist() for array in arrays]
 
 
 def rows_by_key(training: KeyedTraining) -> dict[int, list[object]]:

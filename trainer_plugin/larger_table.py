@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from recpoint.embeddings.cache.cache import Cache
 from recpoint.embeddings.cache.cached_table import CachedTable
 from recpoint.embeddings.home.initial import Initial, fill_rows, first_values
 from recpoint.embeddings.keyed.embedding import KeyedEmbedding, KeyedEmbeddingBag
@@ -131,14 +132,28 @@ class LargerKeyedTable:
         assert isinstance(table.module, KeyedEmbedding | KeyedEmbeddingBag)
         self._slots = table.module.slots
         self._row_states = self._slots.larger_states(capacity_rows)
-        self._table = LargerTable(
-            table, optimizers, capacity_rows + 1, initial=zeros, name=table.name
-        )
+        self._rows: LargerHome | LargerTable
+        if table.in_cache is None:
+            self._rows = LargerTable(
+                table, optimizers, capacity_rows + 1, initial=zeros, name=table.name
+            )
+        else:
+            self._rows = LargerHome(
+                table, table.in_cache.cache, table.in_cache.name, capacity_rows + 1, initial=zeros
+            )
 
     def replace(self) -> None:
-        """Put the larger tensors in place."""
-        self._slots.grow(self._row_states)
-        self._table.replace()
+        """Put the larger tensors in place, or add the rows at home.
+
+        Raises:
+            HomeError: see `LargerHome.replace`. Nothing has changed.
+        """
+        if isinstance(self._rows, LargerHome):  # which may refuse
+            self._rows.replace()
+            self._slots.grow(self._row_states)
+        else:
+            self._slots.grow(self._row_states)
+            self._rows.replace()
 
 
 def zeros(table: str, ids: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
@@ -146,8 +161,55 @@ def zeros(table: str, ids: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
     return torch.zeros(len(ids), dim, dtype=dtype, device="cpu")
 
 
+class LargerHome:
+    """More rows of a table in a cache, which wait to be added to its home.
+
+    Args:
+        table: the table.
+        cache: has the table.
+        key: name of the table in the cache.
+        rows: the number of rows that it gets, more than it has.
+        initial: computes the first values of the new rows.
+
+    Raises:
+        SettingsError: the home's tables keep their sizes, or the rule returns another shape.
+    """
+
+    def __init__(
+        self, table: Table, cache: Cache, key: str, rows: int, *, initial: Initial
+    ) -> None:
+        home, slots = cache.home, cache.tables[key].slots
+        if not home.may_add_rows:
+            raise _refused(
+                table,
+                f"a {type(home).__name__}, whose tables keep their sizes",
+                "a home in memory or in files: recpoint.embeddings.local(...)",
+                "take a checkpoint, build the model with more rows, and restore it"
+                + ("" if table.maps_ids else " with Options(grow=...)"),
+            )
+        self._cache, self._key, self._rows = cache, key, rows
+        self._initial = partial(
+            first_values,
+            initial,
+            table.name,
+            dim=slots.dim,
+            dtype=slots.weight.dtype,
+            padding_row=slots.padding_row,
+        )
+        with rng.untouched():
+            self._initial(torch.tensor([slots.rows], dtype=torch.int64, device="cpu"))
+
+    def replace(self) -> None:
+        """Add the rows.
+
+        Raises:
+            HomeError: the home has failed, or has no room. Nothing has changed.
+        """
+        self._cache.add_rows(self._key, self._rows, self._initial)
+
+
 class LargerCachedTable:
-    """More rows of a table in a cache, which wait to be added.
+    """More rows of a plain table in a cache, which wait to be added.
 
     Args:
         table: the table.
@@ -160,43 +222,28 @@ class LargerCachedTable:
         first_entries: name of a row state -> its entry of a new row.
 
     Raises:
-        SettingsError: the home's tables keep their sizes, or the rule returns another shape.
+        SettingsError: see `LargerHome`.
     """
 
     def __init__(self, table: CachedTable, rows: int, *, initial: Initial, name: str) -> None:
-        home, slots = table.cache.home, table.cached_rows.slots
-        if not home.may_add_rows:
-            raise _refused(
-                table,
-                f"a {type(home).__name__}, whose tables keep their sizes",
-                "a home in memory or in files: recpoint.embeddings.local(...)",
-                "take a checkpoint, build the model with more rows, and restore it with "
-                "Options(grow=...)",
-            )
         self.table = table
         self._rows = rows
-        self._initial = partial(
-            first_values,
-            initial,
-            name,
-            dim=slots.dim,
-            dtype=slots.weight.dtype,
-            padding_row=slots.padding_row,
+        self._home = LargerHome(
+            dataclasses.replace(table, name=name),
+            table.cache,
+            table.key_in_cache,
+            rows,
+            initial=initial,
         )
-        with rng.untouched():
-            self._initial(torch.tensor([table.table_rows], dtype=torch.int64, device="cpu"))
+        slots = table.cached_rows.slots
         self.first_entries = {
             state_name: state[slots.blank].detach().clone()
             for state_name, state in slots.states.items()
         }
 
     def replace(self) -> None:
-        """Add the rows.
-
-        Raises:
-            HomeError: the home has failed, or has no room. Nothing has changed.
-        """
-        self.table.cache.add_rows(self.table.key_in_cache, self._rows, self._initial)
+        """Add the rows; see `LargerHome.replace`."""
+        self._home.replace()
         self.table.module.num_embeddings = self._rows
 
 

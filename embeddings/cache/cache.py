@@ -252,6 +252,29 @@ class Cache:
             for _, array in slots.arrays():
                 array.index_fill_(0, part_slots.to(array.device), 0)
 
+    def begin_rows(self, name: str, ids: Tensor, values: Tensor) -> None:
+        """Give rows values, and the row states of rows that were never trained.
+
+        Args:
+            name: name of the table.
+            ids: int64 [n], on the CPU, all different, without the padding row.
+            values: [n, dim], on the CPU.
+
+        Raises:
+            SettingsError: rows are in the caches of several trainers.
+            HomeError: the home has failed.
+        """
+        self._trainers.refuse_reset(name)
+        self.end_failed_step()
+        rows = self.tables[name]
+        most_rows = max(1, rows.slots.capacity // 2)
+        for part_ids, part_values in zip(
+            ids.split(most_rows), values.split(most_rows), strict=True
+        ):
+            part_slots = self._lookups.of_rows(rows, part_ids, trains=False)
+            self._steps.will_change(rows, part_slots)
+            rows.slots.put_new(part_slots, part_values)
+
     def add_rows(self, name: str, rows: int, initial: FirstValues) -> None:
         """Give a table more rows. It keeps its slots.
 

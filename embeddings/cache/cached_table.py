@@ -114,7 +114,8 @@ class CachedTracker(Tracker):
         """Do nothing: the cache knows which rows a step changes, and refuses other optimizers."""
 
     def after_step(self) -> Tensor | None:
-        """Do nothing: the cache has marked the rows."""
+        """Note that rows that a keyed table has looked up are trained; the cache has marked all."""
+        self.unapplied = False
         return None
 
     def step_failed(self, *, whole: bool) -> None:

@@ -16,6 +16,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from recpoint.embeddings.cache.cache import Cache, cache_of_one
+from recpoint.embeddings.cache.cached_keys import (
+    CachedKeys,
+    KeyedLookup,
+    keyed_modules,
+    rows_of_keyed,
+)
 from recpoint.embeddings.cache.cached_table import CachedTable
 from recpoint.embeddings.cache.data_parallel import leave_out, refuse_wrapped
 from recpoint.embeddings.cache.lookup_hooks import CachedLookups
@@ -77,9 +83,10 @@ def cached(
 
     Args:
         model: the model; it is changed in place. Its tables are `nn.Embedding` and
-            `nn.EmbeddingBag` modules without `max_norm`. A table on torch's `meta` device takes no
-            memory; `initial` gives its first values. The values of any other table are copied to
-            the home after the first step.
+            `nn.EmbeddingBag` modules without `max_norm`, and keyed tables. A table on torch's
+            `meta` device takes no memory; `initial` gives its first values. The values of any other
+            table are copied to the home after the first step. A keyed table has no keys yet, and
+            its own `initial`.
         home: keeps the rows that have no slot; for this model only.
         capacity_rows: number of slots of all tables together, or name of a table -> its slots.
             Tables that are not named stay as they are. A table never gets more slots than it has
@@ -147,26 +154,38 @@ def put_in_cache(
     Raises:
         SettingsError: a table or a setting does not fit.
     """
-    tables = _tables_of(model)
-    slots = _slots_by_table(capacity_rows, {name: t.rows for name, t in tables.items()})
+    keyed = keyed_modules(model)
+    tables = _tables_of(model, may_be_none=bool(keyed))
+    row_counts = {name: module.capacity_rows + 1 for name, module in keyed.items()}
+    slots = _slots_by_table(
+        capacity_rows, {name: t.rows for name, t in tables.items()} | row_counts
+    )
+    slots_device = torch.device(device or "cpu")
     rows: dict[str, CachedRows] = {}
     for name, count in slots.items():
-        rows[name] = _cached_rows(tables[name], count, initial, torch.device(device or "cpu"))
+        if name in keyed:
+            rows[name] = rows_of_keyed(name, keyed[name], count)
+        else:
+            rows[name] = _cached_rows(tables[name], count, initial, slots_device)
     cache = new_cache(rows)
     for name, cached_rows in rows.items():
-        module = tables[name].module
+        module = keyed[name] if name in keyed else tables[name].module
         cached_rows.replaced = weakref.ref(module.weight)
         module.weight = cached_rows.slots.weight
-        if module.padding_idx is not None:
-            module.padding_idx = cached_rows.slots.padding
-        hook = CachedLookups(cache, name)
-        module.register_forward_pre_hook(hook, with_kwargs=True)
+        lookups: CachedLookups | CachedKeys
+        if isinstance(module, KeyedLookup):
+            lookups = CachedKeys.install(cache, name, module)
+        else:
+            lookups = CachedLookups(cache, name)
+            if module.padding_idx is not None:
+                module.padding_idx = cached_rows.slots.padding
+            module.register_forward_pre_hook(lookups, with_kwargs=True)
         untyped: Any = module
-        untyped.register_load_state_dict_pre_hook(hook.refuse_state)
+        untyped.register_load_state_dict_pre_hook(lookups.refuse_state)
         # Always: a lookup that fails must not leave the module with rows of its own. First: other
         # hooks may return another output.
         module.register_forward_hook(
-            torch.compiler.disable(hook.looked_up), always_call=True, prepend=True
+            torch.compiler.disable(lookups.looked_up), always_call=True, prepend=True
         )
     return cache
 
@@ -221,7 +240,7 @@ def read_rows(
     return {"values": values, **dict(zip(states, states_of_rows, strict=False))}
 
 
-def _tables_of(model: nn.Module) -> dict[str, ModuleTable]:
+def _tables_of(model: nn.Module, *, may_be_none: bool) -> dict[str, ModuleTable]:
     if not isinstance(model, nn.Module):
         raise _refused(
             "cached(model)", f"{model!r:.200}", "a torch.nn.Module", "pass the model itself"
@@ -245,10 +264,10 @@ def _tables_of(model: nn.Module) -> dict[str, ModuleTable]:
                 "capacity_rows={name: slots} for the others",
             )
         tables[table.name] = table
-    if not tables:
+    if not (tables or may_be_none):
         raise _refused(
             "cached(model)",
-            "a model without nn.Embedding and nn.EmbeddingBag modules",
+            "a model without nn.Embedding, nn.EmbeddingBag and keyed modules",
             "a model with at least one",
             "tables of TorchRec and other libraries cannot be cached; leave cached() out",
         )

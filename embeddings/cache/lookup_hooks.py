@@ -6,18 +6,21 @@ lookup.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Never
 
 import torch
 from torch import Tensor, nn
 
 from recpoint.embeddings.cache.cache import Cache
+from recpoint.embeddings.cache.cached_keys import CachedKeys, keyed_lookups_of
 from recpoint.embeddings.cache.cached_table import CachedTable
+from recpoint.embeddings.cache.lookup_places import rows_of_lookup
+from recpoint.embeddings.cache.refused_uses import copy_refused, loaded_state_refused
 from recpoint.embeddings.tables.tables import Lookup
 from recpoint.errors import SettingsError
 
-__all__ = ["CachedLookups", "cache_of"]
+__all__ = ["CachedLookups", "cache_of", "cached_modules"]
 
 
 class CachedLookups:
@@ -49,46 +52,21 @@ class CachedLookups:
             isinstance(tensor, Tensor) and tensor.requires_grad
             for tensor in (module.weight, weights)
         )
-        if trains and isinstance(module, nn.EmbeddingBag) and not module.sparse:
-            slots = self._own_rows(module, ids)
-        else:
-            slots = self.cache.slots_of(self.name, ids, trains=trains)
-            if trains:
-                module.__dict__["weight"] = self._weight(module)
+        rows = rows_of_lookup(
+            self.cache,
+            self.name,
+            ids,
+            trains=trains,
+            sparse=module.sparse,
+            is_bag=isinstance(module, nn.EmbeddingBag),
+        )
+        if trains:
+            # In the module's `__dict__` it is found before the parameter; `looked_up` removes it.
+            module.__dict__["weight"] = rows.weight
+            module.padding_idx = rows.padding
         if args:
-            return (slots, *args[1:]), kwargs
-        return args, {**kwargs, "input": slots}
-
-    def _own_rows(self, module: nn.EmbeddingBag, ids: Tensor) -> Tensor:
-        """Give one lookup a weight of its rows alone, in the order of their ids.
-
-        For dense gradients of bags, torch sorts the ids and sums gradients in that order. The sort
-        is not stable, so that sums of slots would differ from sums of rows in their last bits.
-        Places among the rows sort as the ids do.
-
-        Returns:
-            The place of each id in this weight, of the shape and dtype of `ids`.
-        """
-        rows, places = torch.unique(ids, return_inverse=True)
-        slots = self.cache.slots_of(self.name, rows, trains=True)
-        own_weight = self._weight(module).index_select(0, slots)
-        padding_row = self.cache.tables[self.name].slots.padding_row
-        if padding_row is not None:
-            padding_places = torch.nonzero(rows == padding_row).view(-1)
-            module.padding_idx = int(padding_places) if padding_places.numel() else None
-        module.__dict__["weight"] = own_weight
-        typed_places: Tensor = places.to(ids.dtype)
-        return typed_places
-
-    def _weight(self, module: Any) -> Tensor:
-        """Return the weight for a lookup with gradients on.
-
-        In the module's `__dict__` it is found before the parameter; `looked_up` removes it.
-        """
-        weight: Tensor = module.weight
-        if not weight.requires_grad:  # a frozen table, with trained weights of samples
-            return weight
-        return self.cache.tables[self.name].gradients.weight_of_lookup(sparse=module.sparse)
+            return (rows.places, *args[1:]), kwargs
+        return args, {**kwargs, "input": rows.places}
 
     def looked_up(self, module: Any, _args: Any, output: Any) -> None:
         """Take the rows of the lookup out of the module again, and follow its graph."""
@@ -103,19 +81,12 @@ class CachedLookups:
             module.padding_idx = slots.padding
 
     def refuse_state(self, *_: object) -> None:
-        """Refuse `load_state_dict`: a state dict has the rows of slots, or of another model.
+        """Refuse `load_state_dict`; see `loaded_state_refused`.
 
         Raises:
             SettingsError: always.
         """
-        raise SettingsError(
-            f"cached table {self.name!r}",
-            found="load_state_dict() of a model whose tables are in a cache",
-            expected="rows that come from a checkpoint, because most of them are not in the "
-            "model's memory",
-            next_step="restore with Checkpointer.restore(), and read rows with "
-            "recpoint.embeddings.read_rows()",
-        )
+        raise loaded_state_refused(self.name)
 
     def table(self, name: str, parameter_name: str, module: Lookup) -> CachedTable:
         """Describe the module's table; see `tables.DescribesTable`."""
@@ -138,18 +109,20 @@ class CachedLookups:
         )
 
     def __reduce__(self) -> Never:
-        raise SettingsError(
-            f"cached table {self.name!r}",
-            found="a copy of the model, which would train the same slots",
-            expected="one model for each cache",
-            next_step="take a checkpoint, and restore it into another model",
-        )
+        raise copy_refused(self.name)
+
+
+def cached_modules(model: nn.Module) -> Iterator[tuple[str, CachedLookups | CachedKeys]]:
+    """Yield the name of each module whose table is cached, and what finds its rows."""
+    for name, module in model.named_modules():
+        keys = keyed_lookups_of(module)
+        if keys is not None:
+            yield name, keys
+        for hook in module._forward_pre_hooks.values():
+            if isinstance(hook, CachedLookups):
+                yield name, hook
 
 
 def cache_of(model: nn.Module) -> Cache | None:
     """Return the cache of a model's tables; None: no table is cached."""
-    for module in model.modules():
-        for hook in module._forward_pre_hooks.values():
-            if isinstance(hook, CachedLookups):
-                return hook.cache
-    return None
+    return next((lookups.cache for _, lookups in cached_modules(model)), None)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from recpoint.catalog.restore.state import canonical_name
 from recpoint.embeddings.cache.cache import Cache
-from recpoint.embeddings.cache.lookup_hooks import CachedLookups
+from recpoint.embeddings.cache.lookup_hooks import cached_modules
 
 __all__ = ["PlannedCache", "planned_cache"]
 
@@ -91,11 +91,11 @@ class PlannedCache:
 
 def planned_cache(model: nn.Module) -> PlannedCache | None:
     """Return what plans batches for the cached tables of a model; None: it has none."""
-    hooks = {
-        name: hook
-        for name, module in model.named_modules()
-        for hook in module._forward_pre_hooks.values()
-        if isinstance(hook, CachedLookups)
+    cached_tables = dict(cached_modules(model))
+    names = {
+        canonical_name(model, name) or "weight": lookups.name
+        for name, lookups in cached_tables.items()
     }
-    names = {canonical_name(model, name) or "weight": hook.name for name, hook in hooks.items()}
-    return PlannedCache(next(iter(hooks.values())).cache, names) if hooks else None
+    if not names:
+        return None
+    return PlannedCache(next(iter(cached_tables.values())).cache, names)

@@ -47,6 +47,8 @@ class CachedRows:
         is_trained: a step has changed rows, on any rank that shares the table.
         rule: the rule that gives rows their first values, as checkpoints name it; None: they name
             none. Rows that the table has got later may have another rule.
+        rows_of_keys: returns the rows that keys, int64 [n], have now, 0 for none; None: ids are
+            row numbers.
     """
 
     def __init__(
@@ -55,9 +57,11 @@ class CachedRows:
         initial: FirstValues,
         storage: Tensor | None,
         rule: FirstValueRule | None = None,
+        rows_of_keys: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self.slots = slots
         self.rule = rule
+        self.rows_of_keys = rows_of_keys
         self.part = range(slots.rows)
         self.initial = initial
         #: First values of the rows that the home does not get from `storage`.
@@ -103,6 +107,16 @@ class CachedRows:
         self._initial_beside_storage = _split(self._initial_beside_storage, first_new, initial)
         self.slots.rows = rows
         self.part = range(rows)
+
+    def coming_rows(self, ids: Tensor | None) -> Tensor:
+        """Return the rows that a coming batch probably looks up, without the padding row.
+
+        Args:
+            ids: int32 or int64 [n], on the CPU: what it looks up; None: nothing.
+        """
+        if ids is not None and self.rows_of_keys is not None:
+            ids = self.rows_of_keys(ids.long())
+        return self.slots.in_range(ids)
 
     @property
     def since(self) -> int | None:

@@ -228,11 +228,11 @@ class OneTrainer(Trainers):
 
     def expect(self, rows: CachedRows, ids: Tensor | None) -> None:
         """Keep rows in slots; see `Trainers.expect`."""
-        self._oracles[rows.slots.name].expect(rows.slots.in_range(ids))
+        self._oracles[rows.slots.name].expect(rows.coming_rows(ids))
 
     def plan(self, rows: CachedRows, ids: Tensor | None) -> tuple[Step | None, bool]:
         """Plan a table; see `Trainers.plan`."""
-        step = self._oracles[rows.slots.name].plan(rows.slots.in_range(ids))
+        step = self._oracles[rows.slots.name].plan(rows.coming_rows(ids))
         return step, step is not None
 
     def plan_none(self, rows: CachedRows) -> None:

@@ -1,4 +1,4 @@
-"""Refuses lookups of training that cannot be repeated, or that others do not see."""
+"""Refuses lookups that find no rows, and lookups of training that cannot be repeated."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.nn.parameter import Parameter
 from recpoint.embeddings.home.ranks import rank_and_count
 from recpoint.errors import SettingsError
 
-__all__ = ["refuse_caller"]
+__all__ = ["refuse_caller", "refuse_no_memory"]
 
 
 def refuse_caller(module: nn.Module, weight: Tensor, subject: str) -> None:
@@ -47,3 +47,23 @@ def refuse_caller(module: nn.Module, weight: Tensor, subject: str) -> None:
     else:
         return
     raise SettingsError(subject, found=found, expected=expected, next_step=next_step)
+
+
+def refuse_no_memory(weight: Tensor, subject: str) -> None:
+    """Refuse a table whose rows are nowhere.
+
+    Args:
+        weight: the weight by which the slots know their rows.
+        subject: the table, as messages name it.
+
+    Raises:
+        SettingsError: the weight is on the meta device.
+    """
+    if weight.is_meta:
+        raise SettingsError(
+            subject,
+            found="a weight on the meta device, which has no rows",
+            expected="rows in memory, or in a cache and at home",
+            next_step="call recpoint.embeddings.cached(model, home, ...) before training, or leave "
+            'device="meta" out',
+        )

@@ -15,9 +15,10 @@ from torch.nn.parameter import Parameter
 from recpoint.catalog.restore.keyed_rows import KEY
 from recpoint.embeddings.home.initial import Initial, Uniform
 from recpoint.embeddings.keyed.admission import Admission, EachKey
-from recpoint.embeddings.keyed.callers import refuse_caller
+from recpoint.embeddings.keyed.callers import refuse_caller, refuse_no_memory
 from recpoint.embeddings.keyed.eviction import Eviction, LeastRecent
 from recpoint.embeddings.keyed.key_slots import KeySlots
+from recpoint.embeddings.keyed.slot_memory import LookupRows
 from recpoint.embeddings.keyed.steps import follow_optimizers
 from recpoint.embeddings.tables.lookups import refuse_capture
 from recpoint.embeddings.tables.tables import TABLE_DTYPES
@@ -29,8 +30,8 @@ _log = logging.getLogger("recpoint")
 
 _FIRST_VALUES: Final = Uniform()
 
-#: `_KeyedModule._slots_of`, which a compiled model calls between two graphs.
-_outside_graphs: list[Callable[[Any, Tensor], tuple[Tensor, Tensor]]] = []
+#: `_KeyedModule._rows_outside_graphs`, which a compiled model calls between two graphs.
+_outside_graphs: list[Callable[[Any, Tensor], LookupRows]] = []
 
 
 class KeyCounts(NamedTuple):
@@ -78,12 +79,12 @@ class _KeyedModule(nn.Module):
                     next_step="give another number",
                 )
         weight = torch.zeros(capacity_rows + 1, dim, device=device, dtype=dtype)
-        if weight.is_meta or weight.dtype not in TABLE_DTYPES:
+        if weight.dtype not in TABLE_DTYPES:
             raise SettingsError(
                 subject,
-                found=f"a weight of {weight.dtype} on {weight.device}",
-                expected=f"memory, and one of {', '.join(map(str, TABLE_DTYPES))}",
-                next_step="pass device= and dtype=",
+                found=f"a weight of {weight.dtype}",
+                expected=f"one of {', '.join(map(str, TABLE_DTYPES))}",
+                next_step="pass dtype=",
             )
         self.weight = Parameter(weight)
         self.slots = KeySlots(
@@ -103,7 +104,7 @@ class _KeyedModule(nn.Module):
     def _begin(self) -> None:
         follow_optimizers(self.slots)
         if not _outside_graphs:
-            _outside_graphs.append(torch.compiler.disable(_KeyedModule._slots_of))
+            _outside_graphs.append(torch.compiler.disable(_KeyedModule._rows_outside_graphs))
 
     def __prepare_scriptable__(self) -> Never:  # torch.jit.script calls it
         raise ScriptingRefused(
@@ -166,23 +167,23 @@ class _KeyedModule(nn.Module):
                 expected="one or more keys in a row, [n]",
                 next_step="pass keys(), or the keys that a service knows",
             )
-        weight = self.weight.detach()
-        return weight.index_select(0, self.slots.find(vocabulary).to(weight.device))
+        return self.slots.rows.memory.rows(self.slots.find(vocabulary))
 
-    def _slots_for(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the slots of keys and the weight to look them up in; see `_slots_of`."""
+    def _lookup_rows(self, ids: Tensor) -> LookupRows:
+        """Return where the rows of keys are; see `_rows_outside_graphs`."""
         if torch.compiler.is_compiling():
             return _outside_graphs[0](self, ids)
-        return self._slots_of(ids)
+        return self._rows_outside_graphs(ids)
 
-    def _slots_of(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the slots of keys, of the shape and on the device of `ids`, and a weight.
+    def _rows_outside_graphs(self, ids: Tensor) -> LookupRows:
+        """Return where the rows of keys are; places have the shape and the device of `ids`.
 
         A lookup of training gives the parameter a gradient, unless rows of it leave before. Any
         other gets a detached weight: no step waits for it, so its rows may leave at any time.
         """
         weight, slots = self.weight, self.slots
         keys = self._as_keys(ids)
+        refuse_no_memory(slots.rows.weight, slots.rows.subject)
         if weight.is_cuda:
             refuse_capture(f"a lookup of {slots.rows.subject}")
         is_training = self.training and weight.requires_grad and torch.is_grad_enabled()
@@ -193,15 +194,14 @@ class _KeyedModule(nn.Module):
                 slots.rows.follow_weight()
         if weight is slots.rows.weight:
             slots.rows.refuse_written()
+        key_slots = slots.take(keys.reshape(-1)) if is_training else slots.find(keys.reshape(-1))
+        rows = slots.rows.memory.lookup_rows(weight, key_slots.view(keys.shape), trains=is_training)
         if is_training:
-            key_slots = slots.take(keys.reshape(-1))
-            own_weight: Tensor = slots.open_lookups.follow(
-                weight, key_slots, slots.steps, subject=slots.rows.subject
+            followed: Tensor = slots.open_lookups.follow(
+                rows.weight, key_slots, slots.steps, subject=slots.rows.subject
             )
-        else:
-            key_slots = slots.find(keys.reshape(-1))
-            own_weight = weight.detach()
-        return key_slots.view(keys.shape).to(ids.device), own_weight
+            rows = rows._replace(weight=followed)
+        return rows._replace(places=rows.places.to(ids.device))
 
     def _as_keys(self, ids: Tensor) -> Tensor:
         if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
@@ -281,7 +281,8 @@ class KeyedEmbedding(_KeyedModule):
         sparse: whether gradients are sparse.
         name: what `initial` gets as the name of the table. Tables with equal names, rules and keys
             begin with equal values.
-        device: of the weight. The keys are on the CPU.
+        device: of the weight. The keys are on the CPU. "meta" takes no memory: the rows are in a
+            cache and at home (`recpoint.embeddings.cached`).
         dtype: of the weight.
 
     Raises:
@@ -322,8 +323,8 @@ class KeyedEmbedding(_KeyedModule):
         Raises:
             SettingsError: see `KeySlots.take`; or the caller cannot train such a table.
         """
-        slots, weight = self._slots_for(input)
-        return functional.embedding(slots, weight, padding_idx=0, sparse=self.sparse)
+        places, weight, padding = self._lookup_rows(input)
+        return functional.embedding(places, weight, padding_idx=padding, sparse=self.sparse)
 
     def to_table(self, vocabulary: Tensor) -> nn.Embedding:
         """Return a plain embedding whose row i is that of key `vocabulary[i]`, on the same device.
@@ -410,20 +411,21 @@ class KeyedEmbeddingBag(_KeyedModule):
         Raises:
             SettingsError: see `KeySlots.take`; or the caller cannot train such a table.
         """
-        slots, weight = self._slots_for(input)
+        rows = self._lookup_rows(input)
         if per_sample_weights is not None and per_sample_weights.requires_grad:
-            if not weight.requires_grad:
+            if not rows.weight.requires_grad:
                 # The gradient of the weights is computed from rows, which may have left by then.
-                slots, weight = _copied(slots, weight)
+                rows = rows.copied()
+        places, weight, padding = rows
         return functional.embedding_bag(
-            slots,
+            places,
             weight,
             None if offsets is None else offsets.long(),
             mode=self.mode,
             sparse=self.sparse,
             per_sample_weights=per_sample_weights,
             include_last_offset=self.include_last_offset,
-            padding_idx=0,
+            padding_idx=padding,
         )
 
     def to_table(self, vocabulary: Tensor) -> nn.EmbeddingBag:
@@ -441,10 +443,3 @@ class KeyedEmbeddingBag(_KeyedModule):
             include_last_offset=self.include_last_offset,
             _weight=rows,
         )
-
-
-def _copied(slots: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return places in a copy of the rows of slots, and that copy; place 0 is slot 0."""
-    places = torch.arange(1, slots.numel() + 1, device=slots.device).view(slots.shape)
-    rows = torch.cat([slots.new_zeros(1), slots.reshape(-1)])
-    return places.masked_fill(slots == 0, 0), weight.index_select(0, rows)

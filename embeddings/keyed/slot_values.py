@@ -13,6 +13,7 @@ from torch.nn.parameter import Parameter
 from torch.optim import SGD, Adafactor, Optimizer
 
 from recpoint.embeddings.home.initial import Initial, first_values
+from recpoint.embeddings.keyed.slot_memory import PlainMemory, SlotMemory
 from recpoint.embeddings.tables.lookups import changes_of
 from recpoint.embeddings.tables.new_rows import first_entry
 from recpoint.embeddings.tables.optimizers import Watched, is_positive, row_states
@@ -24,9 +25,6 @@ __all__ = ["SlotValues"]
 class SlotValues:
     """Begins rows of keys that get slots, and empties those of keys that leave.
 
-    torch does not count these writes as changes of the weight: autograd has to find it unchanged if
-    a lookup between a forward and its backward pass gives slots to other keys.
-
     Args:
         weight: [slots + 1, dim].
         initial: computes the first values of a key's row.
@@ -34,12 +32,12 @@ class SlotValues:
         sparse: whether lookups give sparse gradients.
 
     Attributes:
-        weight: the module's parameter; the module sets it if torch has put another in its place.
+        memory: has the rows of the slots.
         initial, name, sparse: as given.
     """
 
     def __init__(self, weight: Parameter, initial: Initial, *, name: str, sparse: bool) -> None:
-        self.weight = weight
+        self.memory: SlotMemory = PlainMemory(weight)
         self.sparse = sparse
         self.initial = initial
         self.name = name
@@ -57,6 +55,15 @@ class SlotValues:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.follow_weight()
+
+    @property
+    def weight(self) -> Parameter:
+        """The module's parameter; the module sets it if torch has put another in its place."""
+        return self.memory.weight
+
+    @weight.setter
+    def weight(self, weight: Parameter) -> None:
+        self.memory.weight = weight
 
     def follow_weight(self) -> None:
         """Take note that the weight is right as it is, after a step or a restore."""
@@ -80,7 +87,7 @@ class SlotValues:
                 next_step="average the dense layers alone, and load this table with "
                 "load_state_dict()",
             )
-        if bool(self.weight.detach()[0].any()):
+        if bool(self.weight.detach()[self.memory.zero_row].any()):
             raise SettingsError(
                 self.subject,
                 found="a row 0 that was written, as nn.init does",
@@ -125,31 +132,15 @@ class SlotValues:
 
     def put(self, slots: Tensor, values: Tensor) -> None:
         """Write the values of rows: [n, dim] for slots, int64 [n]."""
-        weight = self.weight.data
-        if not weight.is_cpu:
-            slots, values = slots.to(weight.device), values.to(weight.device)
-        weight.index_copy_(0, slots, values)
+        self.memory.put(slots, values)
 
     def empty(self, slots: Tensor) -> None:
-        """Write zeros into slots, int64 [n]."""
-        weight = self.weight.data
-        weight.index_fill_(0, slots.to(weight.device), 0)
+        """Write zeros into slots, int64 [n]; a slot may come several times."""
+        self.memory.empty(slots)
 
     def drop_gradients(self, slots: Tensor) -> None:
-        """Take the rows of slots, int64 [n], out of a gradient that an earlier step has applied.
-
-        A loop that does not set the gradient to zero before the lookups of the next step would else
-        add the gradient of the key that had a slot to that of the key that has it now.
-        """
-        gradient = self.weight.grad
-        if gradient is None:
-            return
-        with torch.no_grad():
-            if not gradient.is_sparse:
-                gradient.index_fill_(0, slots.to(gradient.device), 0)
-                return
-            entries = torch.isin(gradient._indices()[0], slots.to(gradient.device))
-            gradient._values().masked_fill_(entries[:, None], 0)
+        """Take the rows of slots, int64 [n], out of a gradient; see `SlotMemory`."""
+        self.memory.drop_gradients(slots)
 
     def train_with(self, optimizer: Optimizer, group: Mapping[str, Any]) -> None:
         """Take note of the optimizer that is about to train the table, and begin pending entries.
@@ -185,7 +176,7 @@ class SlotValues:
         for optimizer, group in self._holders(optimizers):
             is_trained = True
             for state, value in self._entries(optimizer, group):
-                state.index_fill_(0, slots.to(state.device), value)
+                self.memory.begin_entry(slots, state, value)
         if is_trained:
             pending.clear()
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from recpoint import Checkpointer, KeyedEmbedding, LeastRecent, LeastUsed
 from recpoint.catalog.restore.keyed_rows import KEY, LAST_USE, USES
+from recpoint.embeddings import cached, local
 from recpoint.embeddings.keyed.eviction import Eviction
 from tests.example_counts import examples
 from tests.flat_settings import arguments
@@ -114,10 +115,14 @@ class KeyedRuns(RuleBasedStateMachine):
     def begin(self, evicts: str, sparse: bool) -> None:
         self.sparse = sparse
         self.truth = Truth(4, evicts)
-        self.build()
+        self.build(is_cached=False)
 
-    def build(self) -> None:
-        """Start a trainer, which goes on from the newest checkpoint."""
+    def build(self, *, is_cached: bool) -> None:
+        """Start a trainer, which goes on from the newest checkpoint.
+
+        Args:
+            is_cached: rows are in a cache, which has fewer slots than the table, and at home.
+        """
         self.table = KeyedEmbedding(
             DIM,
             self.truth.capacity_rows,
@@ -126,8 +131,10 @@ class KeyedRuns(RuleBasedStateMachine):
             evict=_RULES[self.truth.evicts],
             name="users",
         )
-        self.optimizer = torch.optim.SGD(self.table.parameters(), lr=RATE)
         self.model = torch.nn.ModuleDict({"users": self.table})
+        if is_cached:
+            cached(self.model, local(), self.truth.capacity_rows)
+        self.optimizer = torch.optim.SGD(self.table.parameters(), lr=RATE)
         self.checkpoints = Checkpointer(
             self.model,
             self.optimizer,
@@ -191,15 +198,18 @@ class KeyedRuns(RuleBasedStateMachine):
         snapshot.gradients.clear()
         self.snapshots[step] = snapshot
 
-    @rule(capacity_rows=strategies.sampled_from([None, None, 4, 3, 9]))
-    def kill(self, capacity_rows: int | None) -> None:
+    @rule(
+        capacity_rows=strategies.sampled_from([None, None, 4, 3, 9]),
+        is_cached=strategies.booleans(),
+    )
+    def kill(self, capacity_rows: int | None, is_cached: bool) -> None:
         assert self.checkpoints is not None
         self.checkpoints.__exit__(RuntimeError, RuntimeError("killed"), None)
         rows = capacity_rows or self.truth.capacity_rows
         newest = max(self.snapshots, default=None)
         evicts = self.truth.evicts
         self.truth = Truth(rows, evicts) if newest is None else self._snapshot(newest, rows)
-        self.build()
+        self.build(is_cached=is_cached)
         assert self.checkpoints.batches_done == (newest or 0)
 
     def _snapshot(self, step: int, capacity_rows: int) -> Truth:
@@ -213,7 +223,8 @@ class KeyedRuns(RuleBasedStateMachine):
     def has_the_rows_of_the_dict(self) -> None:
         if self.checkpoints is None:
             return
-        states, weight = self.table.slots.row_states, self.table.weight.detach()
+        states = self.table.slots.row_states
+        weight = self.table.slots.rows.memory.rows(torch.arange(len(states[KEY])))
         slots = (states[LAST_USE] >= 0).nonzero().flatten().tolist()
         rows = {
             int(states[KEY][slot]): Row(

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from recpoint.catalog.restore.keyed_rows import KEY
 from recpoint.catalog.restore.state import canonical_name
+from recpoint.embeddings.cache.cached_keys import CachedKeys, keyed_lookups_of
 from recpoint.embeddings.tables.keyed import KeyedSlots, slots_of
 from recpoint.embeddings.tables.tables import Marker, Table
 from recpoint.errors import SettingsError
@@ -25,7 +26,7 @@ from recpoint.trainer_plugin import mismatches
 
 __all__ = ["KeyedSource", "KeyedTable", "find"]
 
-_WHY_ALONE: Final = "keyed tables are trained in one process, in memory"
+_WHY_ALONE: Final = "keyed tables are trained in one process, on the CPU"
 
 
 def find(model: nn.Module) -> KeyedSource | None:
@@ -49,6 +50,7 @@ def find(model: nn.Module) -> KeyedSource | None:
             parameter_name=f"{canonical}.weight" if canonical else "weight",
             module=module,
             slots=slots,
+            in_cache=keyed_lookups_of(module),
         )
         for prefix, wrapper in wrappers.items():
             if name.startswith(prefix):
@@ -63,19 +65,36 @@ _log = logging.getLogger("recpoint")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class KeyedTable(Table):
-    """The slots of a keyed table.
+    """The slots of a keyed table. Their rows are in the weight, or in a cache and at home.
 
     Attributes:
         module: the module, which has the weight.
         slots: knows which key has which slot.
+        in_cache: finds the rows in a cache; None: the weight has all of them.
     """
 
     module: nn.Module
     slots: KeyedSlots
+    in_cache: CachedKeys | None = None
+
+    @property
+    def name_in_cache(self) -> str | None:
+        """Name of the table in the cache that has its rows; None: no cache has them."""
+        return None if self.in_cache is None else self.in_cache.name
+
+    @property
+    def rows(self) -> int:
+        """Number of slots, and row 0."""
+        return len(self.own_states[KEY])
+
+    @property
+    def counts_changes(self) -> bool:
+        """Whether torch counts changes of rows; in a cache, rows come and go in the weight."""
+        return self.in_cache is None
 
     @property
     def weight(self) -> Tensor:
-        """The rows of all slots, and row 0."""
+        """The rows of all slots, and row 0; in a cache, its slots."""
         weight = self.module.weight
         assert isinstance(weight, Tensor)
         return weight
@@ -106,8 +125,13 @@ class KeyedTable(Table):
         return self.slots.row_states
 
     def refuse_optimizer(self, optimizer: Optimizer, group: Mapping[str, Any]) -> None:
-        """Refuse an optimizer whose entries of new keys are not known."""
+        """Refuse an optimizer whose entries of new keys are not known.
+
+        In a cache, also one that changes rows that were not looked up.
+        """
         self.slots.refuse_optimizer(optimizer, group)
+        if self.in_cache is not None:
+            self.in_cache.cache.refuse_optimizer(self.in_cache.name, optimizer, group)
 
     @property
     def key_counts(self) -> Mapping[str, int]:

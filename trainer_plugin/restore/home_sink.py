@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
@@ -34,6 +35,7 @@ class HomeSink:
         stored: the table in the checkpoint.
         piece: the piece.
         changed: bitmap of the rows of the table's part that increments held; None: nobody asks.
+        states_here: row states that are in memory here and not at home: name -> [rows].
 
     Attributes:
         wanted: the rows of the table's part that the checkpoint has; this trainer restores them.
@@ -46,11 +48,13 @@ class HomeSink:
         stored: LogicalTable,
         piece: Piece,
         changed: Tensor | None,
+        states_here: Mapping[str, Tensor],
     ) -> None:
         self._mover = mover
         self._name = cached_rows.slots.name
         self._stored, self._piece = stored, piece
         self._changed = changed
+        self._states_here = dict(states_here)
         part = cached_rows.part
         self.wanted = range(min(part.start, stored.rows), min(part.stop, stored.rows))
         self._layout: RecordLayout = cached_rows.slots.fix_layout()
@@ -80,6 +84,8 @@ class HomeSink:
             self._mover.fetch_idle(self._name, ids, records)
         arrays = {field.name: self._layout.array(records, field) for field in self._layout.fields}
         values = arrays.pop("")
+        for name, state in self._states_here.items():
+            arrays[name] = torch.zeros(positions.numel(), dtype=state.dtype, device="cpu")
         states = {
             state.name: arrays[state.name].view(len(positions), *state.shape)
             for state in self._stored.row_states
@@ -88,6 +94,8 @@ class HomeSink:
         place_piece(part, self._stored, self._piece, target)
         for field in self._layout.fields:
             self._layout.put(records, field, arrays.get(field.name, values))
+        for name, state in self._states_here.items():
+            state[ids] = arrays[name]
         self._mover.write_idle(self._name, ids, records)
 
     def mark(self, rows: range | Tensor) -> None:

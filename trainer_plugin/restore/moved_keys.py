@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from recpoint.catalog.restore.keyed_rows import KEY, KEYED_STATES, LAST_USE, has_keys, used_rows
 from recpoint.catalog.restore.placement import TablePart
 from recpoint.catalog.restore.rows import LogicalTable
+from recpoint.embeddings.cache.cached_keys import CachedKeys
 from recpoint.embeddings.tables.tables import ModuleTable, Table
 from recpoint.format.dtypes import torch_dtype
 from recpoint.trainer_plugin import mismatches
@@ -31,6 +32,8 @@ from recpoint.trainer_plugin.restore.growth import Growth
 from recpoint.trainer_plugin.restore.unkeyed_rows import place_rows_of_keys
 
 __all__ = ["MovedKeys"]
+
+_ROWS_AT_A_TIME: Final = 65_536
 
 _log = logging.getLogger("recpoint")
 
@@ -187,13 +190,15 @@ class MovedKeys:
             own_states = _unused(len(values), table.own_states)
         slots = self._kept(table, own_states)
         places = _places(slots, capacity_rows=table.rows - 1)
-        table.weight.detach().zero_()[places] = values[slots - first_slot]
-        for state_name, tensor in row_states.items():
-            if state_name not in own_states:
-                # A slot without key gets its entries when a key gets it.
-                tensor.zero_()[places] = states[state_name][slots - first_slot].view_as(
-                    tensor[places]
-                )
+        stored_rows = slots - first_slot
+        if table.in_cache is None:
+            table.weight.detach().zero_()[places] = values[stored_rows]
+            for state_name, tensor in row_states.items():
+                if state_name not in own_states:
+                    # A slot without key gets its entries when a key gets it.
+                    tensor.zero_()[places] = states[state_name][stored_rows].view_as(tensor[places])
+        else:
+            _write_home(table.in_cache, places, values, states, stored_rows)
         for state_name, tensor in table.own_states.items():
             tensor.fill_(-1 if state_name == LAST_USE else 0)
             tensor[places] = own_states[state_name][slots]
@@ -214,6 +219,35 @@ class MovedKeys:
         if not evicted_count:
             return used
         return table.slots.leaving_order(own_states)[evicted_count:].sort().values
+
+
+def _write_home(
+    keys: CachedKeys,
+    places: Tensor,
+    values: Tensor,
+    states: Mapping[str, Tensor],
+    stored_rows: Tensor,
+) -> None:
+    """Write rows to the home of a cached table, whose slots have the row states' form.
+
+    Args:
+        keys: the table in its cache, which is empty.
+        places: int64 [n]: the rows here.
+        values: [stored rows, dim].
+        states: name -> [stored rows, …].
+        stored_rows: int64 [n]: the rows of `values` and `states`.
+    """
+    mover = keys.cache.mover
+    cached_rows = mover.tables[keys.name]
+    layout = cached_rows.slots.fix_layout()
+    mover.put_at_home(cached_rows)
+    order = torch.argsort(places)
+    for part in order.split(_ROWS_AT_A_TIME):
+        records = torch.empty(len(part), layout.size_bytes, dtype=torch.uint8, device="cpu")
+        for field in layout.fields:
+            array = states[field.name] if field.name else values
+            layout.put(records, field, array[stored_rows[part]])
+        mover.write_idle(keys.name, places[part], records)
 
 
 def _unused(keys: int, own_states: Mapping[str, Tensor]) -> dict[str, Tensor]:

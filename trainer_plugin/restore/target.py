@@ -123,7 +123,9 @@ class ModelTarget:
         self._growth.try_rules(self._tables, grown)
         self._rows.clear()
         self.changed.clear()
-        plain = [table for table in self._tables if not table.cached]
+        plain = [
+            table for table in self._tables if not table.cached or table.name in self._moved.names
+        ]
         targets = map_parts(
             manifest, [self._part(table, stored_tables[table.name]) for table in plain]
         )
@@ -139,14 +141,20 @@ class ModelTarget:
         """Yield index and sink for each piece of the cached tables."""
         for table, cached_rows in self._cached_tables():
             stored = stored_tables[table.name]
-            cached_rows.slots.states = dict(self._row_states(table, stored, len(table.weight)))
+            states = self._row_states(table, stored)
+            cached_rows.slots.states = _states_in_slots(table, states)
+            if table.name in self._moved.names:
+                continue
             if table.name in self.grown:
                 self._growth.begin_at_home(table, cached_rows)
             elif self._since_full:
                 self.changed[table.key] = dirty_bitmap.new(table.rows)
             changed = self.changed.get(table.key)
             for piece in stored.pieces:
-                yield piece.index, HomeSink(mover, cached_rows, stored, piece, changed)
+                yield (
+                    piece.index,
+                    HomeSink(mover, cached_rows, stored, piece, changed, table.own_states),
+                )
 
     def _cached_tables(self) -> Iterator[tuple[Table, CachedRows]]:
         for table in self._tables:
@@ -217,7 +225,8 @@ class ModelTarget:
             saved, self._rows, ranks=self._count, attempt=manifest.attempt
         )
         for table, cached_rows in self._cached_tables():
-            cached_rows.slots.follow_states(self._state.optimizers.row_states(table).tensors)
+            states = self._state.optimizers.row_states(table).tensors
+            cached_rows.slots.follow_states(_states_in_slots(table, states))
         self.manifest = manifest
 
     def _refuse(self, manifest: Manifest, differences: Sequence[Mismatch]) -> None:
@@ -238,12 +247,17 @@ class ModelTarget:
             tree = self._moved.adopt(tree)
         return self._state.adopt(tree, elsewhere=elsewhere)
 
-    def _row_states(self, table: Table, stored: LogicalTable, rows: int) -> dict[str, Tensor]:
-        """Return the row states that the optimizer gets: name -> [rows, …]; its own if they fit."""
+    def _row_states(self, table: Table, stored: LogicalTable) -> dict[str, Tensor]:
+        """Return the row states that the optimizer gets: name -> [rows, …]; its own if they fit.
+
+        Those of a cached table have an entry for each slot of the cache, but for its own states.
+        """
         current = self._state.optimizers.row_states(table).tensors
         tensors = self._rows[table.parameter_name] = {}
         for state in stored.row_states:
             # Optimizers create state in their first step, so a new optimizer has none yet.
+            is_in_slots = table.cached and state.name not in table.own_states
+            rows = len(table.weight) if is_in_slots else table.rows
             shape, dtype = (rows, *_entry_shape(state, table)), torch_dtype(state.dtype)
             tensor = current.get(state.name)
             if tensor is None or not _holds(tensor, shape, dtype):
@@ -252,7 +266,7 @@ class ModelTarget:
         return tensors
 
     def _part(self, table: Table, stored: LogicalTable) -> TablePart:
-        states = self._row_states(table, stored, table.rows)
+        states = self._row_states(table, stored)
         if table.name in self._moved.names:
             return self._moved.part(table)
         rows = stored_rows_here(table, stored.rows)
@@ -592,6 +606,11 @@ def _holds(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
 
 def _values(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(size for size in shape if size != 1)
+
+
+def _states_in_slots(table: Table, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the row states that have an entry for each slot of the table's cache."""
+    return {name: state for name, state in states.items() if name not in table.own_states}
 
 
 def _dense_form(tensor: Tensor) -> str:

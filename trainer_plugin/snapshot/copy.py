@@ -158,10 +158,11 @@ def copy_sample(sample: Sample, parts: Sequence[CutTable], device: DeviceDrain) 
         if part.in_cache is not None:
             arrays_out = [
                 torch.empty((len(ids), *array.shape[1:]), dtype=array.dtype, device="cpu")
-                for array in arrays
+                for array in part.cached_arrays
             ]
             device.fetch(part.in_cache, ids, arrays_out)
-            sample.arrays.append(tuple(arrays_out))
+            states_here = (state.index_select(0, ids) for state in arrays[len(arrays_out) :])
+            sample.arrays.append((*arrays_out, *states_here))
             continue
         for source in arrays:
             if source.is_cpu:
@@ -241,18 +242,32 @@ def _from_cache(
     device: DeviceDrain,
     together: dict[int, dirty_rows.Destination],
 ) -> None:
-    """Copy the ids of a cached table's rows now; the rows themselves come after the stall."""
+    """Copy the ids of a cached table's rows now, and row states that are here.
+
+    The rows themselves come after the stall.
+    """
     assert part.in_cache is not None
     if part.at_servers:
         device.stage(part.in_cache, _ids_of(index, part, together))
         return
     names = [f"t{index}.values", *(f"t{index}.state.{n}" for n in range(len(part.row_states)))]
-    outs = [by_name[name].view(data) for name in names]
+    cached_count = len(part.cached_arrays)
+    states_here = [
+        (state.detach(), by_name[name])
+        for state, name in zip(
+            part.row_states[cached_count - 1 :], names[cached_count:], strict=True
+        )
+    ]
+    outs = [by_name[name].view(data) for name in names[:cached_count]]
     ids = None
     if part.bitmap is not None:
         spot = by_name[f"t{index}.ids"]
-        together[index] = dirty_rows.Destination(spot.room(data), ())
+        rooms = tuple((state, _room_for(state, room, data)) for state, room in states_here)
+        together[index] = dirty_rows.Destination(spot.room(data), rooms)
         ids = spot.view(data)
+    else:
+        for state, room in states_here:
+            _copy(state, room, data)
     device.fetch(part.in_cache, ids, outs)
 
 

@@ -140,6 +140,8 @@ class CutTable:
         method: method of the quantizer; None: the agent chooses it, if the rows are quantized.
         codes: the rows as codes, if this process quantized them; None: `values` are staged.
         in_cache: name of the table in its cache, which has the rows; None: `values` has them.
+        states_here: how many of `row_states`, the last of them, have an entry for each row here,
+            although a cache has the rows; 0 without a cache.
         at_servers: embedding servers stage the rows; the slot has none of them.
         residual: whether the agent stores the rows as residuals (format §3.7).
         allocation: how the agent chooses a width for each row; None: all rows have `bits`.
@@ -160,10 +162,16 @@ class CutTable:
     method: ChosenMethod | None = None
     codes: Codes | None = None
     in_cache: str | None = None
+    states_here: int = 0
     at_servers: bool = False
     residual: bool = False
     allocation: Allocation | None = None
     first_values: FirstValueRule | None = None
+
+    @property
+    def cached_arrays(self) -> tuple[Tensor, ...]:
+        """Values and row states that have an entry for each slot of the cache."""
+        return (self.values, *self.row_states[: len(self.row_states) - self.states_here])
 
     @property
     def is_quantized(self) -> bool:

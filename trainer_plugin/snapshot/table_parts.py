@@ -151,6 +151,7 @@ class TableParts:
             quantizer=self._precision.quantizer,
             state_bits=None if self._precision.state == "lossless" else self._precision.state,
             in_cache=in_cache,
+            states_here=0 if live.table is None or in_cache is None else len(live.table.own_states),
             at_servers=in_cache in self._cache.staged_at_home,
             allocation=allocation,
         )

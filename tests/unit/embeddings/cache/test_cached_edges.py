@@ -248,6 +248,20 @@ def test_bags_with_offsets(is_last_included: bool, padding: int | None, sparse: 
     assert padding is None or model.items.padding_idx == cache.tables["items"].slots.padding
 
 
+def test_weights_in_bags_without_the_padding_row() -> None:
+    plain, model, cache = pair(padding=3)
+    own, optimizer = (Adagrad(m.parameters(), lr=0.1) for m in (plain, model))
+    drawn = torch.Generator().manual_seed(3)
+    for _ in range(4):
+        ids = torch.randint(4, 12, (4, 3), generator=drawn)
+        weights = torch.rand(4, 3, generator=drawn)
+        out, expected = (m.items(ids, per_sample_weights=weights) for m in (model, plain))
+        assert torch.equal(out, expected)
+        stepped(plain, own, (expected**2).sum())
+        stepped(model, optimizer, (out**2).sum())
+        same(plain, own, cache)
+
+
 def test_a_bag_of_padding_alone_and_a_lookup_that_fails() -> None:
     plain, model, cache = pair(padding=0)
     ids = torch.zeros(4, 2, dtype=torch.int64)

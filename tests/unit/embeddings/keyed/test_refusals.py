@@ -28,7 +28,7 @@ from recpoint.errors import ScriptingRefused, SettingsError
         (lambda: KeyedEmbedding(0, 5), "dim: found 0"),
         (lambda: KeyedEmbedding(4, True), "capacity_rows: found True"),
         (lambda: KeyedEmbedding(4, 5, dtype=torch.complex64), "complex64"),
-        (lambda: KeyedEmbedding(4, 5, device="meta"), "on meta"),
+        (lambda: KeyedEmbedding(4, 5, device="meta")(torch.tensor([1])), "the meta device"),
         (lambda: KeyedEmbeddingBag(4, 5, mode="max", sparse=True), "'max' with sparse=True"),
         (lambda: LeastRecent(ttl_batches=0), "ttl_batches=...): found 0"),
         (lambda: Probability(share=0), "share=...): found 0"),

@@ -1,0 +1,184 @@
+"""Keeps the rows of a keyed table's slots in a cache and at home.
+
+Which key has which slot is decided when a lookup is made, as without a cache (`KeySlots`). The
+slots are the rows of the table here: a row of the cache, and a record at home, belong to a slot of
+the keyed table, whichever key has it. A slot whose key changes begins anew in the cache. Its old
+row is not written back.
+
+Plans are hints: the keys of coming batches that have slots now name the rows that are brought.
+"""
+
+from __future__ import annotations
+
+from typing import Never
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import Parameter
+
+from recpoint.catalog.restore.state import canonical_name
+from recpoint.embeddings.cache.cache import Cache
+from recpoint.embeddings.cache.lookup_places import rows_of_lookup
+from recpoint.embeddings.cache.refused_uses import copy_refused, loaded_state_refused
+from recpoint.embeddings.cache.residents import CachedRows
+from recpoint.embeddings.cache.slots import TableSlots
+from recpoint.embeddings.home.ranks import rank_and_count
+from recpoint.embeddings.keyed.embedding import KeyedEmbedding, KeyedEmbeddingBag
+from recpoint.embeddings.keyed.slot_memory import LookupRows
+from recpoint.errors import SettingsError
+
+__all__ = ["CachedKeys", "KeyedLookup", "keyed_lookups_of", "keyed_modules", "rows_of_keyed"]
+
+KeyedLookup = KeyedEmbedding | KeyedEmbeddingBag
+
+
+class CachedKeys:
+    """The rows of one keyed table's slots, in a cache; a `SlotMemory`.
+
+    Args:
+        cache: the cache.
+        name: name of the table in it.
+        is_bag: whether lookups sum rows in bags.
+        sparse: whether lookups give sparse gradients.
+    """
+
+    def __init__(self, cache: Cache, name: str, *, is_bag: bool, sparse: bool) -> None:
+        self.cache = cache
+        self.name = name
+        self._is_bag = is_bag
+        self._sparse = sparse
+
+    @classmethod
+    def install(cls, cache: Cache, name: str, module: KeyedLookup) -> CachedKeys:
+        """Have a module, whose weight are the slots of a cache already, find its rows there."""
+        rows = module.slots.rows
+        is_bag = isinstance(module, KeyedEmbeddingBag)
+        keys = cls(cache, name, is_bag=is_bag, sparse=rows.sparse)
+        rows.memory = keys
+        rows.follow_weight()
+        return keys
+
+    @property
+    def weight(self) -> Parameter:
+        """The slots of the cache."""
+        return self.cache.tables[self.name].slots.weight
+
+    @weight.setter
+    def weight(self, weight: Parameter) -> None:
+        self.cache.tables[self.name].slots.refuse_other(weight)
+
+    @property
+    def zero_row(self) -> int:
+        """The place of row 0, which is the padding row."""
+        return self.cache.tables[self.name].slots.padding
+
+    def put(self, slots: Tensor, values: Tensor) -> None:
+        """Begin rows with values, and with the row states of rows that were never trained."""
+        self.cache.begin_rows(self.name, slots, values)
+
+    def empty(self, slots: Tensor) -> None:
+        """Begin rows with zeros; see `SlotMemory`."""
+        slots = torch.unique(slots)
+        if slots.numel():
+            weight = self.weight
+            zeros = torch.zeros(len(slots), weight.shape[1], dtype=weight.dtype, device="cpu")
+            self.cache.begin_rows(self.name, slots, zeros)
+
+    def drop_gradients(self, slots: Tensor) -> None:
+        """Do nothing: the cache refuses a gradient that an earlier step has applied."""
+
+    def begin_entry(self, slots: Tensor, state: Tensor, value: float) -> None:
+        """Do nothing: rows begin with all their row states."""
+
+    def lookup_rows(self, weight: Tensor, slots: Tensor, *, trains: bool) -> LookupRows:
+        """Bring slots, and return where they are in the cache; see `SlotMemory`."""
+        self.cache.tables[self.name].slots.refuse_other(weight)
+        rows = rows_of_lookup(
+            self.cache, self.name, slots, trains=trains, sparse=self._sparse, is_bag=self._is_bag
+        )
+        return rows if trains else rows._replace(weight=rows.weight.detach())
+
+    def rows(self, slots: Tensor) -> Tensor:
+        """Return a copy of rows, wherever they are; see `SlotMemory`."""
+        return self.cache.rows_of(self.name, slots)[0]
+
+    def looked_up(self, module: object, args: object, output: object) -> None:
+        """Follow the graph of a lookup; a forward hook of the module."""
+        self.cache.tables[self.name].made_lookup(output)
+
+    def refuse_state(self, *_: object) -> None:
+        """Refuse `load_state_dict`; see `loaded_state_refused`.
+
+        Raises:
+            SettingsError: always.
+        """
+        raise loaded_state_refused(self.name)
+
+    def __reduce__(self) -> Never:
+        raise copy_refused(self.name)
+
+
+def keyed_modules(model: nn.Module) -> dict[str, KeyedLookup]:
+    """Return the keyed tables of a model by name, as other tables are named."""
+    if not isinstance(model, nn.Module):
+        return {}
+    return {
+        canonical_name(model, name) or "weight": module
+        for name, module in model.named_modules()
+        if isinstance(module, KeyedLookup)
+    }
+
+
+def rows_of_keyed(name: str, module: KeyedLookup, capacity: int) -> CachedRows:
+    """Return the rows of a keyed table's slots, none of which has been written.
+
+    Args:
+        name: name of the table.
+        module: the table.
+        capacity: number of slots of the cache.
+
+    Raises:
+        SettingsError: the table has keys, is cached already, or is on a GPU; or there are several
+            ranks.
+    """
+    weight, keys = module.weight, module.slots
+    problem = None
+    if keyed_lookups_of(module) is not None:
+        problem = "a table that is cached already"
+    elif keys.rows_used or keys.rows.is_trained:
+        problem = f"{keys.rows_used} keys that have rows already"
+    elif weight.is_cuda:
+        problem = f"a weight on {weight.device}"
+    elif rank_and_count()[1] > 1:
+        problem = f"{rank_and_count()[1]} ranks, which would give different keys to the same rows"
+    if problem is not None:
+        raise SettingsError(
+            f"cached(model): keyed table {name!r}",
+            found=problem,
+            expected="one process, and a new keyed table in memory or on the meta device",
+            next_step="cache a new model and restore a checkpoint into it, or leave the table out: "
+            "capacity_rows={name: slots} for the others",
+        )
+    slots = TableSlots(
+        name,
+        rows=module.capacity_rows + 1,
+        capacity=capacity,
+        dim=module.dim,
+        dtype=weight.dtype,
+        device=torch.device("cpu"),
+        trained=weight.requires_grad,
+        padding_row=0,
+    )
+
+    def zeros(ids: Tensor) -> Tensor:
+        return torch.zeros(len(ids), slots.dim, dtype=slots.weight.dtype, device="cpu")
+
+    return CachedRows(slots, zeros, None, rows_of_keys=keys.find)
+
+
+def keyed_lookups_of(module: nn.Module) -> CachedKeys | None:
+    """Return the rows of a keyed table in a cache; None: it is another module, or not cached."""
+    if isinstance(module, KeyedLookup):
+        memory = module.slots.rows.memory
+        return memory if isinstance(memory, CachedKeys) else None
+    return None
