@@ -1,5 +1,5 @@
-"""Exports metrics of trainers and agents for Prometheus.
+"""Exports metrics of trainers, agents and publishers for Prometheus.
 
-Walk: `table` (every metric by name), `trainer` and `agent` (where values come from), `samples`
-(values on their way to the collector), `export` (the collector and its server).
+Walk: `table` (every metric by name), `trainer`, `agent` and `sink` (where values come from),
+`samples` (values on their way to the collector), `export` (the collector and its server).
 """

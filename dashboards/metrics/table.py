@@ -1,4 +1,4 @@
-"""Lists every metric that trainers and agents export: its name, kind, labels and meaning.
+"""Lists every metric that is exported: its name, kind, labels and meaning.
 
 Names and units follow Prometheus' guide: base units, `_total` for counters, a time stamp for an
 event (`time() - x` is its age). The label `run` is the run URL, so it has one value for each run on
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Final, Literal, NamedTuple
 
-__all__ = ["AGENT_METRICS", "METRICS", "ExposedMetric", "TRAINER_METRICS"]
+__all__ = ["AGENT_METRICS", "METRICS", "ExposedMetric", "SINK_METRICS", "TRAINER_METRICS"]
 
 
 class ExposedMetric(NamedTuple):
@@ -280,4 +280,28 @@ AGENT_METRICS: Final = (
     )
 )
 
-METRICS: Final = tuple(dict.fromkeys(TRAINER_METRICS + AGENT_METRICS))
+#: From a publisher (`recpoint publish-to --metrics-port`).
+SINK_METRICS: Final = _table("recpoint", *_BUILD) + _table(
+    "recpoint_sink",
+    (
+        *("lag_seconds", "gauge", "run sink"),
+        "How long the run has had a better checkpoint than readers of the sink see; 0: it has "
+        "none. Absent before the first look.",
+    ),
+    (
+        *("step", "gauge", "run sink"),
+        "Step of the checkpoint that readers of the sink see. Absent while there is none.",
+    ),
+    (
+        *("look_timestamp_seconds", "gauge", "run sink"),
+        "When the publisher last read both the run and the sink, since the epoch. If one of them "
+        "cannot be reached, it grows old.",
+    ),
+    (
+        *("failures_total", "counter", "run sink cause"),
+        "Looks of the publisher that ended with an error, by the class of its cause; it tries "
+        "again.",
+    ),
+)
+
+METRICS: Final = tuple(dict.fromkeys(TRAINER_METRICS + AGENT_METRICS + SINK_METRICS))

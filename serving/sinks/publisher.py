@@ -6,7 +6,8 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Collection, Sequence
-from typing import Final
+from contextlib import suppress
+from typing import Final, NamedTuple
 
 from torch import Tensor
 
@@ -16,6 +17,7 @@ from recpoint.catalog.run.chain import DAMAGE
 from recpoint.catalog.run.leases import reading as lease
 from recpoint.catalog.run.lineage import Representation
 from recpoint.catalog.run.run import Run
+from recpoint.catalog.store.contract import now_ms
 from recpoint.catalog.store.store import open_store
 from recpoint.errors import (
     ForeignObject,
@@ -27,20 +29,40 @@ from recpoint.format.manifest import Manifest
 from recpoint.format.naming import ManifestName
 from recpoint.format.records import CheckpointRef
 from recpoint.kernels import row_digest
-from recpoint.serving.goal import CHANNELS, Channel, find_wanted
+from recpoint.serving.goal import CHANNELS, Channel, FollowerGoal, find_wanted
 from recpoint.serving.route import Route, Routes
 from recpoint.serving.sinks.contract import Sink
 from recpoint.serving.sinks.records import CommittedVersion, SinkVersion, TableChange
 from recpoint.serving.sinks.row_stream import RowStream, streamed_tables
 from recpoint.serving.update import OnProgress
 
-__all__ = ["SinkPublisher"]
+__all__ = ["SinkPublisher", "SinkStanding"]
 
 _log = logging.getLogger("recpoint.serving")
 
 #: How long a checkpoint that could not be read is left alone.
 _RETRY_SECONDS: Final = 60.0
 _MASK: Final = (1 << 64) - 1
+
+
+class SinkStanding(NamedTuple):
+    """Where a sink stood when its publisher looked last.
+
+    Attributes:
+        committed: the version that readers see; None: none yet.
+        waiting_since_ms: since when the run has had a better checkpoint; None: it has none.
+        looked_ms: when the publisher read both, in milliseconds since the epoch.
+    """
+
+    committed: CommittedVersion | None
+    waiting_since_ms: int | None
+    looked_ms: int
+
+    @property
+    def lag_seconds(self) -> float:
+        """How long the run has had a better checkpoint; 0: it has none."""
+        since_ms = self.waiting_since_ms
+        return 0.0 if since_ms is None else max(0.0, time.time() - since_ms / 1000)
 
 
 class SinkPublisher:
@@ -56,6 +78,9 @@ class SinkPublisher:
         channel: which checkpoints are published: as for `recpoint.Follower`.
         replace: whether a sink that holds another run gets this one.
         threads: chunks read at once.
+
+    Attributes:
+        standing: what the last look has found, replaced and never changed; None: nobody has looked.
 
     Raises:
         SettingsError: a setting that cannot work, or a URL that names no store.
@@ -86,6 +111,7 @@ class SinkPublisher:
         self._threads = threads
         self._has_wanted_tables_of: CheckpointRef | None = None
         self._failed: dict[ManifestName, tuple[float, RecpointError]] = {}
+        self.standing: SinkStanding | None = None
 
     def poll(self, *, on_progress: OnProgress | None = None) -> CommittedVersion | None:
         """Bring the sink to the best checkpoint of the channel; return what it then holds.
@@ -110,6 +136,7 @@ class SinkPublisher:
         served = None if held is None or self._has_other_tables(run, held) else _name(held)
         error: RecpointError | None = None
         goal = find_wanted(run, self._channel, served)
+        self.standing = SinkStanding(committed, self._waiting_since(run, goal), now_ms())
         routes = Routes(run, self._tables)
         self._failed = {name: self._failed[name] for name in goal.names if name in self._failed}
         for name in goal.names:
@@ -127,10 +154,23 @@ class SinkPublisher:
                 error = error or damage
                 _log.warning("passing over %s: %s: %s", name, type(damage).__name__, damage)
                 continue
-            return self._sink.position().committed
+            published = self._sink.position().committed
+            self.standing = SinkStanding(published, None, now_ms())
+            return published
         if error is not None:
             raise error
         return committed
+
+    def _waiting_since(self, run: Run, goal: FollowerGoal) -> int | None:
+        """Return when the first checkpoint that the sink lacks was committed or published."""
+        if goal.published_ms is not None or not goal.names:
+            return goal.published_ms
+        if self.standing is not None and self.standing.waiting_since_ms is not None:
+            return self.standing.waiting_since_ms
+        for name in reversed(goal.names):
+            with suppress(*DAMAGE):
+                return run.manifest(*name).committed_ms
+        return now_ms()
 
     def _recent_damage(self, name: ManifestName) -> RecpointError | None:
         """Return why a checkpoint could not be read lately; None: it is to be read."""

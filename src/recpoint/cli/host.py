@@ -18,7 +18,15 @@ from rich.text import Text
 from recpoint import flows
 from recpoint.catalog.overview.alarms import INTERVALS_OF_SILENCE
 from recpoint.cli.gc import StagingOption, seconds_of
-from recpoint.cli.reporting import JsonOption, Result, command, output_console, progress_console
+from recpoint.cli.reporting import (
+    JsonOption,
+    MetricsAddressOption,
+    MetricsPortOption,
+    Result,
+    command,
+    output_console,
+    progress_console,
+)
 from recpoint.dashboards import terminal
 from recpoint.dashboards.alert_rules import alert_rules, grafana_dashboard
 from recpoint.dashboards.metrics.samples import require_prometheus
@@ -184,19 +192,8 @@ def agent(
             "d; off: never.",
         ),
     ] = "24h",
-    metrics_port: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            max=65535,
-            metavar="PORT",
-            help="Serve metrics for Prometheus here; 0: any free port, which the log names.",
-            show_default="no metrics",
-        ),
-    ] = None,
-    metrics_address: Annotated[
-        str, typer.Option(metavar="ADDRESS", help="Listen for --metrics-port at this address.")
-    ] = "127.0.0.1",
+    metrics_port: MetricsPortOption = None,
+    metrics_address: MetricsAddressOption = "127.0.0.1",
     metrics_refresh: Annotated[
         float,
         typer.Option(

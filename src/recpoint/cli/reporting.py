@@ -39,6 +39,8 @@ from recpoint.errors import (
 __all__ = [
     "EXIT_CODES",
     "JsonOption",
+    "MetricsAddressOption",
+    "MetricsPortOption",
     "Result",
     "command",
     "exit_code",
@@ -66,6 +68,20 @@ EXIT_CODES: Final[tuple[tuple[type[BaseException], int], ...]] = (
 
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Print one JSON object instead of tables.")
+]
+
+MetricsPortOption = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        max=65535,
+        metavar="PORT",
+        help="Serve metrics for Prometheus here; 0: any free port, which is printed.",
+        show_default="no metrics",
+    ),
+]
+MetricsAddressOption = Annotated[
+    str, typer.Option(metavar="ADDRESS", help="Listen for --metrics-port at this address.")
 ]
 
 _PIPE_COLUMNS = 120

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from recpoint.catalog.store.run_url import naming_run
+from recpoint.catalog.store.run_url import naming_run, parse_run_url
 from recpoint.cli.following import (
     ChannelOption,
     LookResult,
@@ -17,12 +17,22 @@ from recpoint.cli.following import (
     keep_looking,
 )
 from recpoint.cli.inspect import UrlArgument, open_run
-from recpoint.cli.reporting import JsonOption, Result, command, showing_bytes
+from recpoint.cli.reporting import (
+    JsonOption,
+    MetricsAddressOption,
+    MetricsPortOption,
+    Result,
+    command,
+    progress_console,
+    showing_bytes,
+)
 from recpoint.dashboards import terminal
+from recpoint.dashboards.metrics.samples import require_prometheus
 from recpoint.errors import RecpointError, SettingsError
 from recpoint.units import bytes_text, counted, duration_text
 
 if TYPE_CHECKING:
+    from recpoint.dashboards.metrics.sink import SinkMetrics
     from recpoint.serving.sinks.publisher import SinkPublisher
     from recpoint.serving.sinks.records import CommittedVersion
     from recpoint.serving.sinks.verification import Comparison
@@ -51,6 +61,8 @@ def publish_to(
         bool, typer.Option("--replace", help="Take a sink that holds another run.")
     ] = False,
     poll_seconds: PollOption = 5.0,
+    metrics_port: MetricsPortOption = None,
+    metrics_address: MetricsAddressOption = "127.0.0.1",
     json_output: JsonOption = False,
 ) -> Result:
     """Bring a store that serving reads to the newest checkpoint, whole and exactly once.
@@ -61,26 +73,46 @@ def publish_to(
     from recpoint.serving.sinks.opening import open_sink
     from recpoint.serving.sinks.publisher import SinkPublisher
 
+    if metrics_port is not None:
+        require_prometheus("recpoint publish-to --metrics-port")
+        if not follow:
+            raise typer.BadParameter("it needs --follow", param_hint="--metrics-port")
     with open_sink(sink) as opened:
         publisher = SinkPublisher(
             url, opened, tables=table or None, channel=channel_named(channel), replace=replace
         )
         if follow:
+            metrics = None
+            if metrics_port is not None:
+                from recpoint.dashboards.metrics.sink import SinkMetrics
+
+                metrics = SinkMetrics(
+                    publisher,
+                    run=parse_run_url(url).url,
+                    sink=opened.url,
+                    port=metrics_port,
+                    address=metrics_address,
+                )
+                progress_console().print(f"metrics: {metrics.url}", soft_wrap=True)
             keep_looking(
-                lambda: _look(publisher, url), poll_seconds=poll_seconds, as_json=json_output
+                lambda: _look(publisher, url, metrics),
+                poll_seconds=poll_seconds,
+                as_json=json_output,
             )
         with showing_bytes("publishing", quiet=json_output) as on_progress:
             committed = publisher.poll(on_progress=on_progress)
         return Result(_document(committed), terminal.shown(_line(committed), limit=2000))
 
 
-def _look(publisher: SinkPublisher, url: str) -> LookResult:
+def _look(publisher: SinkPublisher, url: str, metrics: SinkMetrics | None) -> LookResult:
     """Publish once."""
     try:
         committed = publisher.poll()
     except SettingsError:
         raise
     except RecpointError as error:
+        if metrics is not None:
+            metrics.note_failure(error)
         text = naming_run(f"{type(error).__name__}: {error}", url)
         return LookResult(text, {"error": text}, [terminal.shown(text, limit=2000, style="red")])
     text = _line(committed)  # which says how long ago it was

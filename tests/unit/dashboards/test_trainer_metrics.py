@@ -363,6 +363,7 @@ def test_names_are_as_prometheus_wants_them() -> None:
             "way",
             "server",
             "table",
+            "sink",
         }, metric
         assert not any(unit in metric.name for unit in ("_ms", "_mb", "minutes")), metric
         assert metric.help[0].isupper() or metric.help[0].isdigit() or metric.name in metric.help
