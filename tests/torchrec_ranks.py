@@ -3,8 +3,8 @@
     python -m tests.torchrec_ranks FOLDER PLAYS
 
 It imports TorchRec once, which takes seconds, and forks the ranks of one play after the other. A
-play is `{"play": function of torchrec_plays, "ranks": N, ...}`. FOLDER/<number>.<r> holds the value
-that rank r returned.
+play is `{"play": name, "ranks": N, ...}`: a function of torchrec_plays or torchrec_losses.
+FOLDER/<number>.<r> holds the value that rank r returned.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from recpoint.catalog.persist import persist
 from recpoint.catalog.staging.agent_lock import AgentLock
 from recpoint.catalog.staging.area import StagedRun, staged_runs
 from recpoint.errors import RanksMissing
-from tests import torchrec_plays
+from tests import torchrec_losses, torchrec_plays
 
 __all__ = ["play"]
 
@@ -83,7 +83,9 @@ def _perform(number: int, rank: int, play: dict[str, Any], folder: Path) -> None
     torch.set_num_threads(1)
     meeting = f"file://{folder / f'meeting.{number}'}"
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=play.pop("ranks"))
-    result = getattr(torchrec_plays, play.pop("play"))(**play)
+    name = play.pop("play")
+    plays: Any = torchrec_losses if name in torchrec_losses.__all__ else torchrec_plays
+    result = getattr(plays, name)(**play)
     torch.save(result, folder / f"{number}.{rank}")
     dist.destroy_process_group()
 

@@ -47,11 +47,13 @@ class Loss:
     `Checkpointer.pipelined`. A loop that calls `step` calls `Checkpointer.measure` before it trains
     a batch. Under `LightningCallback`, `of` gets the LightningModule, without Lightning's
     precision. Tables and layers must be on the CPU, and be looked up by `nn.Embedding` and
-    `nn.EmbeddingBag`, or their functions, without `max_norm`. Tables that `of` has not looked up in
-    a measured batch get 8 bits. On several ranks, each must hold the same tables, as
-    `DistributedDataParallel` trains them; `of` is then called with the module inside it, which
-    exchanges nothing. All ranks measure the same batches, each its own samples, and agree on prices
-    when they agree on a checkpoint.
+    `nn.EmbeddingBag`, or their functions, without `max_norm`, or be tables of TorchRec, sharded or
+    not. Tables that `of` has not looked up in a measured batch get 8 bits. On several ranks, each
+    must hold the same tables, as `DistributedDataParallel` trains them, or TorchRec has sharded
+    them; `of` is then called with the module inside the wrapper. All ranks measure the same
+    batches, each its own samples, and agree on prices when they agree on a checkpoint. Lookups in
+    sharded tables exchange rows in each forward pass. So their first batch is not measured, all
+    ranks must train equally many batches, and an error of `of` always ends training.
 
     Adagrad, row-wise Adagrad, Adam, AdamW and SparseAdam keep squared gradients. For all other
     optimizers, lookups are counted, in one byte a row. There is no common price of both in one

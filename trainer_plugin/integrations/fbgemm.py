@@ -199,6 +199,11 @@ class Kernel:
             **self._limits(),
         }
 
+    def pass_counts(self) -> list[Tensor]:
+        """Return the counts of forward passes, which evaluations raise, too: int64 [1] each."""
+        counts = [getattr(self._tbe, name, None) for name in ("iter", "iter_cpu")]
+        return [count for count in counts if isinstance(count, Tensor)]
+
     def _limits(self) -> dict[str, float]:
         """Return the limits of gradients and rows that the module was built with; 0: no limit."""
         args = self._tbe.optimizer_args

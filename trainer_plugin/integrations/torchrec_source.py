@@ -186,6 +186,10 @@ class TorchRecSource:
                 tables.append(shard)
         return tables
 
+    def pass_counts(self) -> Sequence[Tensor]:
+        """Return the counts of forward passes that FBGEMM keeps beside the model's buffers."""
+        return [count for kernel in self._kernels for count in kernel.pass_counts()]
+
     def stores_buffer(self, module: nn.Module, name: str) -> bool:
         """Whether it stores a buffer of another module; never."""
         return False

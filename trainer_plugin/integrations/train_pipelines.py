@@ -6,11 +6,15 @@ A pipeline is known by the names of its classes, so that TorchRec need not be im
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Final
+
+from torch import nn
 
 from recpoint.errors import SettingsError
 
-__all__ = ["asking_pipeline", "is_pipeline", "refuse_pipeline"]
+__all__ = ["as_written", "asking_pipeline", "is_pipeline", "refuse_pipeline"]
 
 _PIPELINES: Final = frozenset({"TrainPipeline", "GradientAccumulationWrapper"})
 #: They move rows or optimizer states out of GPU memory while a batch is trained.
@@ -19,6 +23,8 @@ _STASHING: Final = frozenset({"TrainPipelineSparseDistEmbStash", "TrainPipelineS
 _LOOKING_UP_IN_STEP: Final = frozenset(
     {"TrainPipelineBase", "TrainPipelineSparseDist", "TrainPipelineSparseDistLite"}
 )
+#: Where the classes of forward passes are defined that take what a pipeline has sent.
+_PIPELINES_AT: Final = "torchrec.distributed.train_pipeline"
 #: Frames from `next()` in a pipeline to the code that asks: profilers and wrappers lie between.
 _MOST_FRAMES: Final = 40
 
@@ -72,6 +78,47 @@ def refuse_pipeline(pipeline: object) -> None:
             expected=f"one of {', '.join(sorted(_LOOKING_UP_IN_STEP))}",
             next_step="train with TrainPipelineSparseDist",
         )
+
+
+@contextmanager
+def as_written(model: nn.Module) -> Iterator[None]:
+    """Have a model look rows up as it was written, while a pipeline has changed its modules.
+
+    A pipeline of TorchRec gives sharded modules, and what sends their ids to other ranks, another
+    `forward`, which takes ids that the pipeline has sent before. It finds its own again after this.
+
+    Raises:
+        SettingsError: the pipeline has replaced modules by others.
+    """
+    changed: list[tuple[Any, Any]] = []
+    for module in _forwarding(model):
+        if "PipelinedPostproc" in _names(module):
+            raise SettingsError(
+                "Checkpointer(bits=Loss(...)): the train pipeline",
+                found="pipeline_postproc=True, which replaces modules of the model",
+                expected="a pipeline whose batches can be measured by forward passes outside it",
+                next_step="build the pipeline without it; or pass bits=8",
+            )
+        forward = vars(module).get("forward")
+        if type(forward).__module__.startswith(_PIPELINES_AT):
+            changed.append((module, forward))
+    try:
+        for module, _ in changed:
+            del module.forward
+        yield
+    finally:
+        for module, forward in changed:
+            module.forward = forward
+
+
+def _forwarding(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules of a model, and those that send ids to other ranks for them."""
+    for module in model.modules():
+        yield module
+        for distribution in getattr(module, "_input_dists", ()):
+            inner = getattr(distribution, "_dist", None)
+            if isinstance(inner, nn.Module):
+                yield inner
 
 
 def _maps_ids(pipeline: object) -> bool:

@@ -8,7 +8,7 @@ replaced. The live weights are never written, so threads may copy them meanwhile
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from recpoint.errors import SettingsError
+from recpoint.trainer_plugin.integrations.train_pipelines import as_written
+from recpoint.trainer_plugin.loss.lookups import SmallTables
 from recpoint.trainer_plugin.loss.price import LossPair
 from recpoint.trainer_plugin.loss.table_watch import (
     AnswersLookups,
@@ -49,7 +51,11 @@ class RoundedTable:
 
 
 def measure(
-    model: nn.Module, batch: Any, of: LossOfBatch, tables: Sequence[RoundedTable]
+    model: nn.Module,
+    batch: Any,
+    of: LossOfBatch,
+    tables: Sequence[RoundedTable],
+    pass_counts: Sequence[Tensor] = (),
 ) -> LossPair:
     """Return what rounding costs in the loss of a batch; its values may be infinite or NaN.
 
@@ -62,6 +68,7 @@ def measure(
         batch: a batch that the model has not been trained with since it was last restored.
         of: returns the loss.
         tables: the tables whose rows are rounded.
+        pass_counts: tensors outside the model's buffers that forward passes change; small ones.
 
     Raises:
         SettingsError: `of` returns no positive loss, trains the model, or uses the weight of a
@@ -69,7 +76,7 @@ def measure(
         Exception: `of` raised it.
     """
     watched = [WatchedTable(table.name, table.weight) for table in tables]
-    with _unchanged(model) as passes:
+    with _unchanged(model, pass_counts) as passes:
 
         def loss(answers: AnswersLookups) -> float:
             passes.begin()
@@ -83,8 +90,10 @@ def measure(
         ids = [recorded.unique(index) for index in range(len(tables))]
         pairs = [_with_errors(table, own_ids) for table, own_ids in zip(tables, ids, strict=True)]
         names = [table.name for table in tables]
-        added = loss(ReplacedRows(names, ids, [pair.added for pair in pairs]))
-        taken_off = loss(ReplacedRows(names, ids, [pair.taken_off for pair in pairs]))
+        added, taken_off = (
+            loss(ReplacedRows(SmallTables(names, ids, rows)))
+            for rows in ([pair.added for pair in pairs], [pair.taken_off for pair in pairs])
+        )
     return LossPair(
         loss=plain, even=0.5 * (added + taken_off) - plain, odd=0.5 * (added - taken_off)
     )
@@ -127,9 +136,10 @@ class _ForwardPasses:
 
     Args:
         model: the model.
+        pass_counts: as `measure`.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, pass_counts: Sequence[Tensor]) -> None:
         self._generators = rng.capture()
         self._modes = [(module, module.training) for module in model.modules()]
         self._buffers = [
@@ -137,19 +147,22 @@ class _ForwardPasses:
             for module in model.modules()
             if module._buffers
         ]
+        self._counts = [(count, count.clone()) for count in pass_counts]
         self._parameters = list(model.parameters())
         self._marks = self._parameter_marks()
 
     def begin(self) -> None:
         """Begin a pass as the first one began."""
         for module, buffers, copies in self._buffers:
-            if dict(module._buffers) != buffers:
+            if not _are_same(module._buffers, buffers):
                 module._buffers.clear()
                 module._buffers.update(buffers)
             for name, copy in copies.items():
                 buffer = buffers[name]
                 if copy is not None and buffer is not None and not torch.equal(buffer, copy):
                     buffer.copy_(copy)
+        for count, copy in self._counts:
+            count.copy_(copy)
         for module, training in self._modes:
             module.training = training
         rng.restore(self._generators)
@@ -168,14 +181,24 @@ class _ForwardPasses:
 
     def _parameter_marks(self) -> list[tuple[int, int, int]]:
         return [
-            (
-                parameter._version,
-                id(parameter.grad),
-                0 if parameter.grad is None else parameter.grad._version,
-            )
+            (parameter._version, *_gradient_mark(parameter.grad))
             for parameter in self._parameters
             if not parameter.is_inference()
         ]
+
+
+def _gradient_mark(gradient: Tensor | None) -> tuple[int, int]:
+    """Return what changes with a gradient; TorchRec gives a new view of it at each access."""
+    if gradient is None:
+        return 0, 0
+    is_strided = gradient.layout is torch.strided
+    return gradient.data_ptr() if is_strided else id(gradient), gradient._version
+
+
+def _are_same(buffers: Mapping[str, Tensor | None], others: Mapping[str, Tensor | None]) -> bool:
+    return buffers.keys() == others.keys() and all(
+        buffer is others[name] for name, buffer in buffers.items()
+    )
 
 
 def _copy(buffer: Tensor | None) -> Tensor | None:
@@ -183,10 +206,10 @@ def _copy(buffer: Tensor | None) -> Tensor | None:
 
 
 @contextmanager
-def _unchanged(model: nn.Module) -> Iterator[_ForwardPasses]:
+def _unchanged(model: nn.Module, pass_counts: Sequence[Tensor]) -> Iterator[_ForwardPasses]:
     """Run forward passes as if nothing had happened."""
-    with torch.no_grad(), _eager():
-        passes = _ForwardPasses(model)
+    with torch.no_grad(), _eager(), as_written(model):
+        passes = _ForwardPasses(model, pass_counts)
         try:
             yield passes
         finally:

@@ -69,6 +69,10 @@ class LossMeter:
         counts: `Table.key` -> counts of lookups, of tables without second moments.
         several: whether the job has several ranks: prices then change when these agree on a
             checkpoint, and not after each measured batch.
+        pass_counts: returns tensors outside the model's buffers that forward passes change.
+        sharded: whether TorchRec has sharded tables. Its modules are complete after their first
+            forward pass, so the first batch is not measured. Each forward pass exchanges with other
+            ranks, so an error on one of several ranks must end training.
 
     Attributes:
         batches_done: returns the batches that the run has trained, for optimizers that do not count
@@ -86,6 +90,8 @@ class LossMeter:
         moments: SecondMoments,
         counts: Mapping[str, LookupCounts] | None = None,
         several: bool = False,
+        pass_counts: Callable[[], Sequence[Tensor]] = tuple,
+        sharded: bool = False,
     ) -> None:
         self._setting = setting
         self._model = model
@@ -94,7 +100,9 @@ class LossMeter:
         self._rounded = priced | wide
         self._moments = moments
         self._counts = dict(counts or {})
-        self._pace = MeasuringPace(setting.share, in_step=several)
+        self._pace = MeasuringPace(setting.share, in_step=several, skips_first=sharded)
+        self._pass_counts = pass_counts
+        self._must_raise = several and sharded
         self._own_sums: RankMeasurements | None = RankMeasurements() if several else None
         self._search = PriceSearch(
             setting.increase, self._next_first_price, may_raise=self._may_raise
@@ -111,8 +119,8 @@ class LossMeter:
         """Measure a batch that is about to be trained, if its time is within the share.
 
         Raises:
-            SettingsError: at the first batch: it cannot be measured.
-            Exception: at the first batch: `Loss.of` raised it.
+            SettingsError: at the first batch, or where passes exchange: it cannot be measured.
+            Exception: there: `Loss.of` raised it.
         """
         if self._error is not None:
             return
@@ -123,7 +131,7 @@ class LossMeter:
             with self._pace.measuring():
                 self._measure(batch)
         except Exception as error:
-            if is_first or came_from_handler(error):
+            if is_first or self._must_raise or came_from_handler(error):
                 raise
             self._give_up(f"{type(error).__name__}: {error}")
 
@@ -279,6 +287,7 @@ class LossMeter:
                 )
                 for live in lives
             ],
+            self._pass_counts(),
         )
         if not math.isfinite(pair.loss):
             return  # says nothing about rounding
@@ -318,11 +327,13 @@ class LossMeter:
         bounds the factor.
         """
         most = self._search.even.high
-        times = _MOST_TIMES
+        times, widest = _MOST_TIMES, self._predicted(None)
         if most > 0:
             times = min(_FIRST_SHARE * self._setting.increase / most, times)
-        bound = times * self._predicted(None).damage
+        bound = times * widest.damage
         low_exponent, high_exponent = _EXPONENTS[0], _EXPONENTS[-1]
+        if not widest.widths:  # other ranks have the rows, and the least proposal counts
+            low_exponent = high_exponent
         while low_exponent < high_exponent:  # the cost grows with the price
             middle = (low_exponent + high_exponent + 1) // 2
             predicted = self._predicted(2.0**middle)

@@ -25,6 +25,7 @@ class MeasuringPace:
     Args:
         share: the most of the time that measurements take.
         in_step: whether this is one of several ranks.
+        skips_first: whether the first batch that is trained is not measured.
         clock: seconds that only grow.
 
     Attributes:
@@ -34,14 +35,19 @@ class MeasuringPace:
     """
 
     def __init__(
-        self, share: float, *, in_step: bool, clock: Callable[[], float] = time.perf_counter
+        self,
+        share: float,
+        *,
+        in_step: bool,
+        skips_first: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.clock = clock
         self.in_step = in_step
         self.stride: int | None = None
         self._share = share
         self._began: float | None = None  # clock at the first batch of this process
-        self._batches = 0  # that began since then
+        self._batches = -int(skips_first)  # that began since then
         self._spent_seconds = self._last_seconds = 0.0
 
     @property
@@ -56,8 +62,10 @@ class MeasuringPace:
         return self._spent_seconds / elapsed if elapsed > 0 else 0.0
 
     def is_due(self) -> bool:
-        """Whether the next batch is measured; the first one of a process always is."""
+        """Whether the next batch is measured; the first one that may be always is."""
         self._batches += 1
+        if not self._batches:
+            return False
         if self._began is None:
             return True
         if self.in_step:

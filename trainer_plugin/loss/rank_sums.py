@@ -44,7 +44,7 @@ class RankMeasurements:
 
     Attributes:
         first_price: the first price that all ranks try; None: not all have proposed one.
-        may_raise: whether a higher price than that on trial would save bits on all ranks.
+        may_raise: whether a higher price than that on trial would save bits on some rank.
     """
 
     def __init__(self) -> None:
@@ -93,7 +93,7 @@ class RankMeasurements:
         errors, failures, raises, exponents, strides = zip(
             *(integers[:_FLAGS] for integers in told), strict=True
         )
-        self.may_raise = all(raises)
+        self.may_raise = any(raises)
         self.first_price = None if _NO_PRICE in exponents else math.ldexp(1.0, min(exponents))
         self._sums, self._has_failed = TrialSums(), False
         total = TrialSums()

@@ -6,11 +6,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
-from torch import nn
+from torch import Tensor, nn
 
 from recpoint.embeddings.tables.counted_lookups import LookupCounts
+from recpoint.embeddings.tables.managed_collisions import has_torchrec_base
 from recpoint.embeddings.tables.tables import Table, TableSource
 from recpoint.errors import SettingsError
 from recpoint.trainer_plugin.loss.meter import LossMeter
@@ -23,6 +24,20 @@ from recpoint.trainer_plugin.state.second_moments import SecondMoments
 from recpoint.trainer_plugin.tables import is_piece
 
 __all__ = ["meter_of"]
+
+
+@runtime_checkable
+class _BatchedSource(Protocol):
+    """A source whose tables FBGEMM looks up; `integrations.torchrec_source` has it.
+
+    Attributes:
+        tables: as `TableSource.tables`.
+    """
+
+    tables: Sequence[Table]
+
+    def pass_counts(self) -> Sequence[Tensor]:
+        """Return tensors outside the model's buffers that forward passes change."""
 
 
 def meter_of(
@@ -61,9 +76,14 @@ def meter_of(
     wide = frozenset(table.key for table in tables if widths[table.key] == 8) - priced
     moments = SecondMoments(optimizers.optimizers, sources, counted=counts.keys())
     _refuse_model(model, several=several)
+    batched_sources = [source for source in sources if isinstance(source, _BatchedSource)]
+    batched = {table.key for source in batched_sources for table in source.tables}
     for table in tables:
         if table.key in priced | wide:
-            _refuse_table(table, is_whole=table.key in whole)
+            is_batched = table.key in batched
+            _refuse_table(table, is_batched=is_batched, is_whole=is_batched or table.key in whole)
+            if is_batched and table.key in counts:
+                raise _refused_table(table, "a table of TorchRec without squared gradients")
         if table.key in priced:
             moments.require(table)
     moments.require_one_unit([table for table in tables if table.key in priced])
@@ -76,15 +96,25 @@ def meter_of(
         moments=moments,
         counts=counts,
         several=several,
+        pass_counts=partial(_pass_counts, batched_sources),
+        sharded=bool(batched_sources),
     )
 
 
+def _pass_counts(sources: Sequence[_BatchedSource]) -> list[Tensor]:
+    return [count for source in sources for count in source.pass_counts()]
+
+
 def _inside(model: nn.Module) -> nn.Module:
-    """Return what `DistributedDataParallel` wraps, whose forward pass tells other ranks nothing."""
-    if isinstance(model, _wrapper()):
-        wrapped: nn.Module = model.module
-        return wrapped
-    return model
+    """Return what `DistributedDataParallel` wraps, alone or in TorchRec's wrapper.
+
+    Its forward pass tells other ranks nothing, or only what lookups in sharded tables need.
+    """
+    wrapped: Any = model
+    if isinstance(model, _wrapper()) or has_torchrec_base(model, "DistributedModelParallel"):
+        wrapped = model.module
+    inner: nn.Module = wrapped
+    return inner
 
 
 def _wrapper() -> Any:
@@ -97,11 +127,11 @@ def _with_copy(shard: StoredShard) -> StoredShard:
     return shard if shard.table is not None else replace(shard, table=shard.copy)
 
 
-def _refuse_table(table: Table, *, is_whole: bool) -> None:
+def _refuse_table(table: Table, *, is_batched: bool, is_whole: bool) -> None:
     reason = None
     if table.cached:
         reason = "a table in a cache, of which only some rows are in memory"
-    elif table.row_states is not None:
+    elif table.row_states is not None and not is_batched:
         reason = "a table of a library, whose lookups are its own"
     elif not is_whole:
         reason = "a table that not all ranks hold whole"
@@ -112,13 +142,18 @@ def _refuse_table(table: Table, *, is_whole: bool) -> None:
     elif not table.weight.is_cpu:
         reason = f"a table on {table.weight.device}"
     if reason is not None:
-        raise SettingsError(
-            f"Checkpointer(bits=Loss(...)): table {table.name!r}",
-            found=reason,
-            expected="an nn.Embedding or nn.EmbeddingBag on the CPU, without max_norm",
-            next_step=f"pass Precision(bits=Loss(...), tables={{{table.name!r}: 'lossless'}}), or "
-            "bits=8 for all tables",
-        )
+        raise _refused_table(table, reason)
+
+
+def _refused_table(table: Table, reason: str) -> SettingsError:
+    return SettingsError(
+        f"Checkpointer(bits=Loss(...)): table {table.name!r}",
+        found=reason,
+        expected="an nn.Embedding or nn.EmbeddingBag, or a table of TorchRec, on the CPU, without "
+        "max_norm",
+        next_step=f"pass Precision(bits=Loss(...), tables={{{table.name!r}: 'lossless'}}), or "
+        "bits=8 for all tables",
+    )
 
 
 def _refuse_model(model: nn.Module, *, several: bool) -> None:

@@ -16,16 +16,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from recpoint.errors import SettingsError
+from recpoint.trainer_plugin.loss.batched_lookups import BatchedLookup
+from recpoint.trainer_plugin.loss.lookups import PlainLookup, SmallTables, WatchedLookup
 
-__all__ = ["RecordedIds", "ReplacedRows", "TableWatch", "WatchedLookup", "WatchedTable"]
+__all__ = ["AnswersLookups", "RecordedIds", "ReplacedRows", "TableWatch", "WatchedTable"]
 
 _ATEN: Final[Any] = torch.ops.aten
-_EMBEDDING: Final = _ATEN.embedding.default
-_BAGS: Final = (_ATEN._embedding_bag.default, _ATEN._embedding_bag_forward_only.default)
 #: These give a weight another name; what is done with that is seen again.
 _ALIASES: Final = (_ATEN.detach.default, _ATEN.alias.default)
-#: Position of `padding_idx` among the arguments of a bag.
-_PADDING_OF_BAG: Final = 8
 
 
 class WatchedTable(NamedTuple):
@@ -33,29 +31,11 @@ class WatchedTable(NamedTuple):
 
     Attributes:
         name: name of the table.
-        weight: its live weight [rows, dim], alone in its memory.
+        weight: its live weight [rows, dim], alone in its memory, or beside other tables of a TBE.
     """
 
     name: str
     weight: Tensor
-
-
-class WatchedLookup(NamedTuple):
-    """A lookup of rows, as torch is about to do it.
-
-    Attributes:
-        table: index of the watched table.
-        operation: the operation of torch.
-        ids: integers of any shape.
-        arguments: of the operation, the weight first and the ids second.
-        keywords: its keyword arguments.
-    """
-
-    table: int
-    operation: Any
-    ids: Tensor
-    arguments: tuple[Any, ...]
-    keywords: dict[str, Any]
 
 
 class AnswersLookups(Protocol):
@@ -80,9 +60,11 @@ class TableWatch(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._tables = tables
         self._answers = answers
-        self._index = {
-            table.weight.untyped_storage().data_ptr(): index for index, table in enumerate(tables)
-        }
+        #: Address of a memory -> position of each table's first value in it -> the table's index.
+        self._places: dict[int, dict[int, int]] = {}
+        for index, table in enumerate(tables):
+            address = table.weight.untyped_storage().data_ptr()
+            self._places.setdefault(address, {})[int(table.weight.storage_offset())] = index
 
     def __torch_dispatch__(
         self,
@@ -94,21 +76,32 @@ class TableWatch(TorchDispatchMode):
         """Run one operation of torch; see the class."""
         arguments, keywords = tuple(args), dict(kwargs or {})
         for tensor in _tensors((*arguments, *keywords.values())):
-            index = self._table_of(tensor)
-            if index is None or func in _ALIASES:
+            places = self._tables_in(tensor)
+            if places is None or func in _ALIASES:
                 continue
-            if (func is _EMBEDDING or func in _BAGS) and tensor is arguments[0]:
-                if tensor.shape == self._tables[index].weight.shape:
-                    return self._answers.answer(
-                        WatchedLookup(index, func, arguments[1], arguments, keywords)
-                    )
-            raise _refused(self._tables[index].name, func)
+            lookup = self._lookup(func, arguments, keywords, tensor, places)
+            if lookup is None:
+                raise _refused(self._tables[min(places.values())].name, func)
+            return self._answers.answer(lookup)
         return func(*arguments, **keywords)
 
-    def _table_of(self, tensor: Tensor) -> int | None:
+    def _lookup(
+        self,
+        func: Any,
+        arguments: tuple[Any, ...],
+        keywords: dict[str, Any],
+        weight: Tensor,
+        places: Mapping[int, int],
+    ) -> WatchedLookup | None:
+        table = places.get(int(weight.storage_offset()))
+        if table is not None and weight.shape == self._tables[table].weight.shape:
+            return PlainLookup.of(func, arguments, keywords, table=table, weight=weight)
+        return BatchedLookup.of(func, arguments, keywords, weights=weight, tables=places)
+
+    def _tables_in(self, tensor: Tensor) -> Mapping[int, int] | None:
         if tensor.layout is not torch.strided:
             return None
-        return self._index.get(tensor.untyped_storage().data_ptr())
+        return self._places.get(tensor.untyped_storage().data_ptr())
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
@@ -141,8 +134,9 @@ class RecordedIds:
 
     def answer(self, lookup: WatchedLookup) -> Any:
         """Do the lookup, and note its ids."""
-        self._ids[lookup.table].append(lookup.ids.reshape(-1).to(torch.int64))
-        return lookup.operation(*lookup.arguments, **lookup.keywords)
+        for table, ids in lookup.ids:
+            self._ids[table].append(ids.reshape(-1).to(torch.int64))
+        return lookup.run()
 
     def unique(self, table: int) -> Tensor:
         """Return the ids that were looked up in a table: int64, ascending, each once."""
@@ -154,15 +148,11 @@ class ReplacedRows:
     """Does lookups in small tables that have the looked-up rows alone, with other values.
 
     Args:
-        names: names of the watched tables, for errors.
-        ids: of each table: int64 [n], ascending, each once.
-        rows: of each table: [n, dim], of the weight's dtype: the row of each id.
+        tables: the small tables.
     """
 
-    def __init__(self, names: Sequence[str], ids: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
-        self._names = names
-        self._ids = ids
-        self._rows = rows
+    def __init__(self, tables: SmallTables) -> None:
+        self._tables = tables
 
     def answer(self, lookup: WatchedLookup) -> Any:
         """Do the lookup.
@@ -170,32 +160,4 @@ class ReplacedRows:
         Raises:
             SettingsError: it asks for a row that was not replaced.
         """
-        known_ids = self._ids[lookup.table]
-        ids = lookup.ids.to(torch.int64).contiguous()
-        positions = torch.searchsorted(known_ids, ids)
-        positions = positions.clamp_(max=max(known_ids.numel() - 1, 0))
-        if not torch.equal(known_ids[positions], ids):
-            raise SettingsError(
-                f"Loss.of, table {self._names[lookup.table]!r}",
-                found="two forward passes of one batch that look up different rows",
-                expected="the same lookups each time, with equal random numbers and buffers",
-                next_step="have of(model, batch) draw from the global generators only",
-            )
-        arguments = [*lookup.arguments]
-        arguments[:2] = [self._rows[lookup.table], positions.to(lookup.ids.dtype)]
-        keywords = dict(lookup.keywords)
-        if lookup.operation in _BAGS:
-            # A bag leaves out the row of its padding. (For other lookups it concerns gradients.)
-            if len(arguments) > _PADDING_OF_BAG:
-                arguments[_PADDING_OF_BAG] = _position(known_ids, arguments[_PADDING_OF_BAG])
-            elif "padding_idx" in keywords:
-                keywords["padding_idx"] = _position(known_ids, keywords["padding_idx"])
-        elif len(arguments) > 2:
-            arguments[2] = -1
-        return lookup.operation(*arguments, **keywords)
-
-
-def _position(ids: Tensor, padding: int) -> int:
-    """Return where the id of a padding is among the ids; -1: there is none among them."""
-    places = (ids == padding).nonzero()
-    return int(places[0, 0]) if padding >= 0 and len(places) else -1
+        return lookup.run_in(self._tables)

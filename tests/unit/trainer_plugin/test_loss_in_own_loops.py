@@ -267,3 +267,17 @@ def test_an_error_of_the_first_measured_batch_ends_training(place: Place) -> Non
     with pytest.raises(IndexError):
         job.ckpt.measure((torch.zeros(1), torch.zeros(1)))
     job.end()
+
+
+def test_where_passes_exchange_with_other_ranks_any_error_ends_training(place: Place) -> None:
+    """Another rank would wait for this one in the next measured batch."""
+    job = MeasuredJob(place, True, reader="plain")
+    own_meter = meter(job.ckpt)
+    own_meter._must_raise = True  # as on several ranks with sharded tables
+    batches = iter(job.reader)
+    job.ckpt.measure(next(batches))
+    with pytest.raises(IndexError):
+        for _ in range(BATCHES):
+            job.ckpt.measure((torch.zeros(1), torch.zeros(1)))
+    assert job.ckpt.stats.loss is not None and job.ckpt.stats.loss.error is None
+    job.end()
