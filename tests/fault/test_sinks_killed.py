@@ -105,7 +105,7 @@ def test_killed_at_each_step_in_redis(trainer: Trainer, redis: RedisServer, tmp_
     _sweep(publishers)
 
 
-@pytest.mark.nightly("sinks")
+@pytest.mark.nightly("sinks_in_files")
 @pytest.mark.parametrize("kind", ["sqlite", "parquet"])
 def test_killed_at_each_step_in_a_file(trainer: Trainer, tmp_path: Path, kind: str) -> None:
     publishers = _Publishers(trainer, f"{kind}:{tmp_path}/served", tmp_path)
