@@ -10,7 +10,7 @@ from recpoint.errors import SettingsError
 from recpoint.serving.sinks.contract import Sink
 from recpoint.serving.sinks.sqlite import SqliteSink
 
-__all__ = ["open_sink"]
+__all__ = ["open_sink", "shown_url"]
 
 _LOCAL_SCHEMES: Final = ("sqlite", "parquet")
 _REDIS_SCHEMES: Final = ("redis", "rediss", "valkey", "valkeys")

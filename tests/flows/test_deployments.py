@@ -85,6 +85,7 @@ def test_each_deployment_is_there_with_schema_schedules_and_queue(
         "consolidate/recpoint-consolidate",
         "forget/recpoint-forget",
         "publish/recpoint-publish",
+        "publish-to/recpoint-publish-to",
     }
     everywhere |= {"restore/recpoint-restore", "retain/recpoint-retain"}
     everywhere |= {"validate/recpoint-validate", "validate/recpoint-validate-full"}
