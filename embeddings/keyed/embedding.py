@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, Final, Literal, NamedTuple, Never
+from typing import Any, Final, Literal, NamedTuple, Never, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +50,18 @@ class KeyCounts(NamedTuple):
     refused: int
 
 
+class _Settings(TypedDict, total=False):
+    """Types of the settings that `_KeyedModule` gets from another signature than its own."""
+
+    initial: Initial
+    admit: Admission | None
+    evict: Eviction | None
+    sparse: bool
+    name: str
+    device: torch.device | str | None
+    dtype: torch.dtype | None
+
+
 class _KeyedModule(nn.Module):
     """What both modules have: a weight of slots, and the keys that have them."""
 
@@ -60,13 +72,13 @@ class _KeyedModule(nn.Module):
         dim: int,
         capacity_rows: int,
         *,
-        initial: Initial,
-        admit: Admission | None,
-        evict: Eviction | None,
-        sparse: bool,
-        name: str,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
+        initial: Initial = _FIRST_VALUES,
+        admit: Admission | None = None,
+        evict: Eviction | None = None,
+        sparse: bool = False,
+        name: str = "",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         subject = f"{type(self).__name__}({name!r})" if name else type(self).__name__
@@ -289,31 +301,6 @@ class KeyedEmbedding(_KeyedModule):
         SettingsError: a setting cannot work.
     """
 
-    def __init__(
-        self,
-        dim: int,
-        capacity_rows: int,
-        *,
-        initial: Initial = _FIRST_VALUES,
-        admit: Admission | None = None,
-        evict: Eviction | None = None,
-        sparse: bool = False,
-        name: str = "",
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(
-            dim,
-            capacity_rows,
-            initial=initial,
-            admit=admit,
-            evict=evict,
-            sparse=sparse,
-            name=name,
-            device=device,
-            dtype=dtype,
-        )
-
     def forward(self, input: Tensor) -> Tensor:
         """Return the rows of keys: [*, dim].
 
@@ -343,17 +330,11 @@ class KeyedEmbeddingBag(_KeyedModule):
     the keys with rows.
 
     Args:
-        dim: values in a row.
-        capacity_rows: number of keys that can have rows at the same time.
+        dim: see `KeyedEmbedding`.
+        capacity_rows: see `KeyedEmbedding`.
         mode: "sum", "mean" or "max".
         include_last_offset: whether `offsets` ends with the number of keys.
-        initial: see `KeyedEmbedding`, as for all that follow.
-        admit: which keys get rows.
-        evict: which rows leave first.
-        sparse: whether gradients are sparse.
-        name: what `initial` gets as the name of the table.
-        device: of the weight.
-        dtype: of the weight.
+        settings: all others of `KeyedEmbedding`.
 
     Raises:
         SettingsError: a setting cannot work.
@@ -366,32 +347,17 @@ class KeyedEmbeddingBag(_KeyedModule):
         *,
         mode: Literal["sum", "mean", "max"] = "mean",
         include_last_offset: bool = False,
-        initial: Initial = _FIRST_VALUES,
-        admit: Admission | None = None,
-        evict: Eviction | None = None,
-        sparse: bool = False,
-        name: str = "",
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **settings: Unpack[_Settings],
     ) -> None:
-        if mode not in ("sum", "mean", "max") or (mode == "max" and sparse):
+        is_sparse = settings.get("sparse", False)
+        if mode not in ("sum", "mean", "max") or (mode == "max" and is_sparse):
             raise SettingsError(
                 "KeyedEmbeddingBag(mode=...)",
-                found=f"{mode!r:.200} with sparse={sparse}",
+                found=f"{mode!r:.200} with sparse={is_sparse}",
                 expected="'sum', 'mean' or 'max'; 'max' without sparse gradients",
                 next_step="give another mode",
             )
-        super().__init__(
-            dim,
-            capacity_rows,
-            initial=initial,
-            admit=admit,
-            evict=evict,
-            sparse=sparse,
-            name=name,
-            device=device,
-            dtype=dtype,
-        )
+        super().__init__(dim, capacity_rows, **settings)
         self.mode = mode
         self.include_last_offset = include_last_offset
 
