@@ -28,6 +28,16 @@ _PASS_VALUES: Final = 1 << 15
 
 Words = np.ndarray[Any, np.dtype[np.uint64]]
 
+#: Numbers of SplitMix64.
+_FACTOR: Final = np.uint64(0x9E3779B97F4A7C15)
+_TURNS: Final = tuple(
+    (np.uint64(shift), np.uint64(factor))
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
+)
+_LAST_SHIFT: Final = np.uint64(31)
+#: Low bits of a hash that its value does not use.
+_LEFT_OUT: Final = np.uint64(40)
+
 
 class FirstValueRule(Part):
     """How rows began: each value from a uniform distribution, by a hash of key, row and column.
@@ -116,30 +126,48 @@ def uniform_values(
     """
     import torch
 
-    values = torch.empty(len(ids), len(columns), dtype=dtype, device="cpu")
-    seed = _hash_of(key)
-    offsets: Words = np.arange(columns.start + 1, columns.stop + 1, dtype=np.uint64) + seed
-    first_words: Words = ids.numpy().astype(np.uint64) * np.uint64(row_values)
+    offsets = _offsets(key, columns)
+    first_words: Words = ids.numpy().view(np.uint64) * np.uint64(row_values)
     rows_each = max(1, _PASS_VALUES // max(1, len(columns)))
-    for first in range(0, len(ids), rows_each):
+    count = ids.shape[0]
+    if count <= rows_each:  # as for the few new keys of a batch, which this must not keep waiting
+        return _values(first_words, offsets, low, high, dtype)
+    values = torch.empty(count, len(columns), dtype=dtype, device="cpu")
+    for first in range(0, count, rows_each):
         part = slice(first, first + rows_each)
-        words = mixed(np.add(first_words[part, None], offsets)) >> np.uint64(40)
-        # Below 2^24, which 64 bits with a sign hold too: those become floats faster.
-        unit = words.view(np.int64) * 2.0**-24
-        computed = torch.from_numpy(low + unit * (high - low))
-        # To narrower dtypes than F32 by way of F32, as torch goes.
-        values[part] = computed if dtype == torch.float64 else computed.to(torch.float32)
+        values[part] = _values(first_words[part], offsets, low, high, dtype)
     return values
 
 
+def _values(
+    first_words: Words, offsets: Words, low: float, high: float, dtype: torch.dtype
+) -> Tensor:
+    """Return the values of rows: [n, columns]."""
+    import torch
+
+    words = mixed(first_words[:, None] + offsets)
+    words >>= _LEFT_OUT
+    # Below 2^24, which 64 bits with a sign hold too: those become floats faster.
+    values = words.view(np.int64) * 2.0**-24
+    values *= high - low
+    values += low
+    computed = torch.from_numpy(values)
+    # To narrower dtypes than F32 by way of F32, as torch goes.
+    return computed if dtype == torch.float64 else computed.to(torch.float32).to(dtype)
+
+
 @lru_cache
-def _hash_of(key: int) -> Words:
-    return mixed(np.array([key], np.uint64))
+def _offsets(key: int, columns: range) -> Words:
+    """Return what is added to the first word of a row in each column."""
+    numbers = np.arange(columns.start + 1, columns.stop + 1, dtype=np.uint64)
+    return numbers + mixed(np.array([key], np.uint64))
 
 
 def mixed(words: Words) -> Words:
     """Return the SplitMix64 hash of each word: uint64 of the same shape."""
-    words = words * np.uint64(0x9E3779B97F4A7C15)
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        words = (words ^ (words >> np.uint64(shift))) * np.uint64(factor)
-    return words ^ (words >> np.uint64(31))
+    words = words * _FACTOR
+    for shift, factor in _TURNS:
+        words ^= words >> shift
+        words *= factor
+    words ^= words >> _LAST_SHIFT
+    return words

@@ -133,12 +133,12 @@ class KeySlots:
             self._evict(self._expiry.expired(self.row_states[LAST_USE], self.steps))
             self._is_changing = False
         keys = keys.contiguous()
-        slots = self._map.find(keys)
-        if bool(slots.all()):
+        slots, missing_keys = self._map.find_or_list(keys)
+        if missing_keys.numel():
+            self._give_slots(keys, slots, missing_keys)
+        else:
             self._mark(slots)
             self._order.use(slots, self.steps)
-        else:
-            self._give_slots(keys, slots)
         return slots
 
     def delete(self, keys: Tensor) -> None:
@@ -236,21 +236,21 @@ class KeySlots:
                 next_step="build the table with the stored rules",
             )
 
-    def _give_slots(self, keys: Tensor, slots: Tensor) -> None:
+    def _give_slots(self, keys: Tensor, slots: Tensor, missing_keys: Tensor) -> None:
         """Give slots to the admitted keys that have none, and use the slots of all.
 
         Args:
             keys: int64 [n].
             slots: int64 [n], the slots of the keys, or 0; those of new keys are written into it.
+            missing_keys: int64 [m], the keys without a slot, ascending, each once.
         """
-        missing = self._map.missing(keys, slots)
-        new_keys = self._gate.admitted(missing, self.steps)
-        count, missing_count = new_keys.numel(), missing.numel()
+        new_keys = self._gate.admitted(missing_keys, self.steps)
+        count = new_keys.numel()
         values = self.rows.first_values(new_keys) if count else None
         self._mark(slots)
         leaving = self._use(slots, count)
-        self._gate.count(missing)
-        self.refused += missing_count - count
+        self._gate.count(missing_keys)
+        self.refused += missing_keys.numel() - count
         if values is not None:
             self._replace(leaving, new_keys, values)
             self._map.find_missing(keys, slots)
@@ -271,15 +271,11 @@ class KeySlots:
         if count <= 0:
             self._order.use(slots, self.steps)
             return slots[:0]
-        changing = [state for name, state in self.row_states.items() if name != KEY]
-        before = [state.index_select(0, slots) for state in changing]
-        self._order.use(slots, self.steps)
         self._is_changing = True
+        self._order.use(slots, self.steps)
         leaving = self._order.least(count, before=self.steps)
         if leaving.numel() < count:
-            for state, entries in zip(changing, before, strict=True):
-                state.index_copy_(0, slots, entries)
-            self._order.join(slots)
+            self._order.undo_use()
         self._is_changing = False
         if leaving.numel() < count:
             raise self._too_many(new_count, new_count - count + leaving.numel())
@@ -287,10 +283,7 @@ class KeySlots:
 
     def _replace(self, leaving: Tensor, new_keys: Tensor, values: Tensor) -> None:
         """Give new keys the slots that leave, and the lowest free ones, in the order of slots."""
-        slots, free_count = leaving, new_keys.numel() - leaving.numel()
-        if free_count:
-            slots = torch.cat([leaving, self._map.free_slots(free_count)])
-        slots = slots.sort().values
+        slots = self._map.choose_slots(new_keys.numel(), leaving)
         if leaving.numel():
             self.open_lookups.leave(leaving, since=self.steps)
         self._begin_change(slots)

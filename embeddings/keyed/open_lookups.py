@@ -42,8 +42,9 @@ class OpenLookups:
         lookup = _OpenLookup(slots, steps, subject)
         self._lookups.add(lookup)
         # Only autograd keeps the lookup: one whose graph is gone has no backward pass.
-        followed: Tensor = torch.ops.aten.alias(weight)
-        followed.register_hook(lookup.check)
+        followed: Tensor = torch.ops.aten.alias.default(weight)
+        assert followed.grad_fn is not None  # the weight requires gradients, and these are enabled
+        followed.grad_fn.register_prehook(lookup.check)
         return followed
 
     def leave(self, slots: Tensor, *, since: int | None = None) -> None:
@@ -68,8 +69,8 @@ class _OpenLookup:
         self.slots, self.steps, self.subject = slots, steps, subject
         self.is_open, self.has_lost = True, False
 
-    def check(self, gradient: Tensor) -> None:
-        """Refuse a gradient for rows that have left.
+    def check(self, gradients: tuple[Tensor, ...]) -> None:
+        """Refuse gradients for rows that have left.
 
         Raises:
             SettingsError: some have.

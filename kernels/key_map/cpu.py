@@ -14,6 +14,7 @@ from recpoint.kernels.arguments import require_integers
 from recpoint.kernels.key_map.shapes import (
     require_larger,
     require_pairs,
+    require_room,
     require_slot_keys,
 )
 from recpoint.kernels.native import library
@@ -67,6 +68,8 @@ class KeyMap:
             "Q", [*index, *old_index, *old_range, *slots, *counts, *factors, growth_step, 0]
         )
         self._address = self._map.buffer_info()[0]
+        #: Memory for a batch of keys.
+        self._room = torch.empty(0, dtype=torch.int64, device="cpu")
         #: Memory of an index from which keys still move.
         self._old_entries: Tensor | None = None
         library.clear_keys(self._address)
@@ -104,28 +107,34 @@ class KeyMap:
         library.find_keys(self._address, keys.data_ptr(), keys.shape[0], slots.data_ptr())
         return slots
 
-    def missing(self, keys: Tensor, slots: Tensor) -> Tensor:
-        """Return the keys whose slot is 0, ascending, each once: int64 [m].
+    def find_or_list(self, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the slot of each key, or 0, and the keys that have none, ascending, each once.
 
         Args:
-            keys: int64 [n].
-            slots: int64 [n]: what `find` returned.
+            keys: int64 [n]; keys may come several times.
+
+        Returns:
+            int64 [n] and int64 [m].
 
         Raises:
-            ValueError: vectors of another form.
+            ValueError: keys of another form.
         """
-        require_pairs(keys, slots)
+        require_integers("keys", keys)
         n = keys.shape[0]
-        room = torch.empty(2 * n, dtype=torch.int64, device="cpu")
-        count = library.list_missing(keys.data_ptr(), slots.data_ptr(), n, room.data_ptr())
-        return room[:count].clone()
+        slots = torch.empty_like(keys)
+        if self._room.shape[0] < 2 * n:
+            self._room = torch.empty(2 * n, dtype=torch.int64, device="cpu")
+        count = library.find_or_list(
+            self._address, keys.data_ptr(), n, slots.data_ptr(), self._room.data_ptr()
+        )
+        return slots, self._room[:count].clone()
 
     def find_missing(self, keys: Tensor, slots: Tensor) -> None:
         """Write the slots that keys got since `find` returned 0 as theirs.
 
         Args:
             keys: int64 [n].
-            slots: int64 [n]: what `find` returned; those that are 0 are written.
+            slots: int64 [n]: their slots before; those that are 0 are written.
 
         Raises:
             ValueError: vectors of another form.
@@ -177,6 +186,24 @@ class KeyMap:
         slots = torch.empty(count, dtype=torch.int64, device="cpu")
         library.list_free(self._address, count, slots.data_ptr())
         return slots
+
+    def choose_slots(self, count: int, leaving: Tensor) -> Tensor:
+        """Return slots for so many new keys, ascending: `leaving`, and the lowest free ones.
+
+        Args:
+            count: how many.
+            leaving: int64 [n]: slots that lose their keys before, all different.
+
+        Raises:
+            ValueError: slots of another form, or fewer slots are free.
+        """
+        require_integers("leaving", leaving)
+        n = leaving.shape[0]
+        require_room(count - n, self.capacity - len(self))
+        # The upper half is room to sort in.
+        slots = torch.empty(2 * count, dtype=torch.int64, device="cpu")
+        library.choose_slots(self._address, leaving.data_ptr(), n, count, slots.data_ptr())
+        return slots[:count]
 
     def taken_slots(self) -> Tensor:
         """Return the slots that have a key, ascending: int64 [len(self)]."""

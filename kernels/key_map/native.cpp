@@ -222,10 +222,13 @@ void find_keys(const Map* map, const int64_t* keys, int64_t n, int64_t* slots) {
     });
 }
 
-// Writes the keys whose slot is 0, ascending, each once. Returns their number. `room` has room for
-// 2 * n keys, and they are its first.
-int64_t list_missing(const int64_t* keys, const int64_t* slots, int64_t n, uint64_t* room) {
+// Writes the slot of each key, or 0, and to `room` the keys whose slot is 0, ascending, each once.
+// Returns their number. `room` has room for 2 * n keys.
+int64_t find_or_list(
+    const Map* map, const int64_t* keys, int64_t n, int64_t* slots, uint64_t* room
+) {
     constexpr uint64_t SIGN = uint64_t{1} << 63;  // turned, it makes the order that of integers
+    find_keys(map, keys, n, slots);
     int64_t misses = 0;
     for (int64_t i = 0; i < n; ++i) {
         room[misses] = static_cast<uint64_t>(keys[i]) ^ SIGN;
@@ -345,6 +348,14 @@ int64_t list_free(Map* map, int64_t n, int64_t* slots) {
     return count;
 }
 
+// Writes the slots of n new keys, ascending: the n_leaving ones that keys lose before, and the lowest
+// free ones, of which there must be enough. `slots` has room for 2 * n.
+void choose_slots(Map* map, const int64_t* leaving, int64_t n_leaving, int64_t n, int64_t* slots) {
+    memcpy(slots, leaving, n_leaving * sizeof *slots);
+    if (n > n_leaving) list_free(map, n - n_leaving, slots + n_leaving);
+    sort(slots, slots + n, n);
+}
+
 // Writes all slots that have a key, ascending.
 void list_taken(const Map* map, int64_t* slots) {
     for (int64_t word = 0; word <= map->capacity / 64; ++word) {
@@ -360,11 +371,12 @@ extern const Operation key_map[] = {
     {"clear_keys", call<clear_keys>},
     {"grow_keys", call<grow_keys>},
     {"find_keys", call<find_keys>},
-    {"list_missing", call<list_missing>},
+    {"find_or_list", call<find_or_list>},
     {"find_missing", call<find_missing>},
     {"insert_keys", call<insert_keys>},
     {"remove_keys", call<remove_keys>},
     {"list_free", call<list_free>},
+    {"choose_slots", call<choose_slots>},
     {"list_taken", call<list_taken>},
     {nullptr, nullptr},
 };

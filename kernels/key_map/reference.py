@@ -9,6 +9,7 @@ from recpoint.kernels.arguments import require_integers
 from recpoint.kernels.key_map.shapes import (
     require_larger,
     require_pairs,
+    require_room,
     require_slot_keys,
 )
 
@@ -40,10 +41,10 @@ class KeyMap:
         require_integers("keys", keys)
         return _integers([self._slots.get(key, 0) for key in keys.tolist()])
 
-    def missing(self, keys: Tensor, slots: Tensor) -> Tensor:
-        """Return the keys whose slot is 0, ascending, each once."""
-        require_pairs(keys, slots)
-        return _integers(sorted(set(keys[slots == 0].tolist())))
+    def find_or_list(self, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the slot of each key, or 0, and the keys that have none, ascending, each once."""
+        slots = self.find(keys)
+        return slots, _integers(sorted(set(keys[slots == 0].tolist())))
 
     def find_missing(self, keys: Tensor, slots: Tensor) -> None:
         """Write the slots of the keys whose slot is 0."""
@@ -78,6 +79,13 @@ class KeyMap:
         """Return the lowest slots without a key, ascending, `most` at most."""
         free = sorted(set(range(1, self.capacity + 1)) - set(self._slots.values()))
         return _integers(free[: max(most, 0)])
+
+    def choose_slots(self, count: int, leaving: Tensor) -> Tensor:
+        """Return slots for so many new keys, ascending: `leaving`, and the lowest free ones."""
+        require_integers("leaving", leaving)
+        free_count = count - len(leaving)
+        require_room(free_count, self.capacity - len(self))
+        return torch.cat([leaving, self.free_slots(free_count)]).sort().values
 
     def taken_slots(self) -> Tensor:
         """Return the slots that have a key, ascending."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from recpoint.kernels.arguments import require_integers
 
-__all__ = ["MOST_SLOTS", "require_larger", "require_pairs", "require_slot_keys"]
+__all__ = ["MOST_SLOTS", "require_larger", "require_pairs", "require_room", "require_slot_keys"]
 
 #: The largest capacity: an entry of the index has half of its 64 bits for the slot.
 MOST_SLOTS: Final = (1 << 31) - 1
@@ -25,6 +25,16 @@ def require_pairs(keys: Tensor, slots: Tensor) -> None:
     # `shape` is read in a tenth of the time of `len`.
     if keys.shape != slots.shape:
         raise ValueError(f"slots: {slots.shape[0]}, expected {keys.shape[0]}, one for each key")
+
+
+def require_room(count: int, free: int) -> None:
+    """Refuse to choose more free slots than there are, or fewer slots than leave.
+
+    Raises:
+        ValueError: says how many there are.
+    """
+    if not 0 <= count <= free:
+        raise ValueError(f"count: {count} free slots beside those that leave, expected 0 to {free}")
 
 
 def require_slot_keys(slot_keys: Tensor) -> None:

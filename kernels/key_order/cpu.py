@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from recpoint.kernels.arguments import require_integers
-from recpoint.kernels.key_order.shapes import require_columns, require_slots
+from recpoint.kernels.key_order.shapes import outside, require_columns
 from recpoint.kernels.native import library
 
 __all__ = ["KeyOrder"]
@@ -18,6 +18,7 @@ __all__ = ["KeyOrder"]
 _NUMBERS: Final = 4
 _SIZE: Final = 6
 _HAS_ALL: Final = 8
+_RETURNED: Final = 9
 
 #: Room for candidates: at least so many, and one for so many rows.
 _FEWEST: Final = 1 << 13
@@ -51,9 +52,9 @@ class KeyOrder:
         self._bound = torch.zeros(_NUMBERS, dtype=torch.int64, device="cpu")
         self._room = 0
         self._heap = torch.empty(0, dtype=torch.int64, device="cpu")
-        self._order = array("q", [0] * 9)
-        #: Slots that left the candidates in the last call of `least`, and their keys then.
-        self._returned = (self._heap, self._heap)
+        self._order = self._new_order()
+        #: Slots of the last call of `use`, and what it found there.
+        self._used = (self._heap, self._heap)
         self._is_whole = False
 
     def least(self, count: int, before: int) -> Tensor:
@@ -69,24 +70,19 @@ class KeyOrder:
         Returns:
             int64 [n]: slots, that of the least row first.
         """
-        count = max(0, count)
-        self._join(*self._returned)
+        count = max(0, min(count, self._slot_keys.shape[0]))
+        slots = torch.empty(count, dtype=torch.int64, device="cpu")
         while True:
             was_whole = self._is_whole
             if not was_whole:
                 self._scan()
-            slots = torch.empty(self._room, dtype=torch.int64, device="cpu")
-            aside = array("q", [0])
-            taken = library.take_least(
-                self._order.buffer_info()[0], count, before, slots.data_ptr(),
-                aside.buffer_info()[0],
-            )  # fmt: skip
+            address = self._order.buffer_info()[0]
+            taken = library.take_least(address, count, before, slots.data_ptr())
             if taken == count or self._order[_HAS_ALL]:
-                returned = slots[: taken + aside[0]].clone()
-                self._returned = (returned, self._slot_keys[returned])
-                return returned[:taken].clone()
+                return slots if taken == count else slots[:taken]
             self._is_whole = False
-            needed = 4 * (count + aside[0])
+            # As many candidates as were seen now, twice.
+            needed = 4 * (count + self._order[_RETURNED] - taken)
             self._room = max(self._room if was_whole else 2 * self._room, needed)
 
     def use(self, slots: Tensor, step: int) -> None:
@@ -100,16 +96,27 @@ class KeyOrder:
             ValueError: slots of another form, or that the table does not have; nothing has changed.
         """
         require_integers("slots", slots)
-        counts = None if self._uses is None else torch.empty_like(slots)
-        outside = library.use_slots(
-            slots.data_ptr(), slots.shape[0], self._slot_keys.shape[0], step,
-            self._last_use.data_ptr(), 0 if self._uses is None else self._uses.data_ptr(),
-            0 if counts is None else counts.data_ptr(),
+        n, uses = slots.shape[0], self._uses
+        earlier = torch.empty(n if uses is None else 2 * n, dtype=torch.int64, device="cpu")
+        error = library.use_slots(
+            slots.data_ptr(), n, self._slot_keys.shape[0], step, self._last_use.data_ptr(),
+            0 if uses is None else uses.data_ptr(), earlier.data_ptr(),
         )  # fmt: skip
-        if outside >= 0:
-            raise ValueError(
-                f"slots: {int(slots[outside])}, expected 0 to {self._slot_keys.shape[0] - 1}"
-            )
+        if error >= 0:
+            raise outside(slots, error, self._slot_keys.shape[0])
+        self._used = (slots, earlier)
+
+    def undo_use(self) -> None:
+        """Write back the last uses and uses that the last call of `use` found.
+
+        Nothing else may have changed those of its slots since.
+        """
+        slots, earlier = self._used
+        library.undo_use(
+            slots.data_ptr(), slots.shape[0], self._last_use.data_ptr(),
+            0 if self._uses is None else self._uses.data_ptr(), earlier.data_ptr(),
+        )  # fmt: skip
+        self.join(slots)
 
     def join(self, slots: Tensor) -> None:
         """Take note that these slots got other keys, or that their uses or last uses went down.
@@ -120,17 +127,12 @@ class KeyOrder:
         Raises:
             ValueError: slots of another form, or that the table does not have.
         """
-        require_slots(slots, self._slot_keys.shape[0])
-        self._join(slots, self._slot_keys[slots])
-
-    def _join(self, slots: Tensor, keys: Tensor) -> None:
-        """Make candidates of the slots that still have these keys."""
-        if not self._is_whole:
-            return
-        slots = slots[self._slot_keys[slots] == keys]
-        self._is_whole = bool(
-            library.join_rows(self._order.buffer_info()[0], slots.data_ptr(), slots.shape[0])
-        )
+        require_integers("slots", slots)
+        n = slots.shape[0]
+        error = library.join_rows(self._order.buffer_info()[0], slots.data_ptr(), n)
+        if 0 <= error < n:
+            raise outside(slots, error, self._slot_keys.shape[0])
+        self._is_whole = self._is_whole and error < 0
 
     def _scan(self) -> None:
         rows = self._slot_keys.shape[0]
@@ -138,8 +140,13 @@ class KeyOrder:
         self._room = min(max(self._room, _FEWEST, rows // _ROWS_PER_CANDIDATE), 2 * rows)
         if self._heap.shape[0] != self._room * _NUMBERS:
             self._heap = torch.empty(self._room * _NUMBERS, dtype=torch.int64, device="cpu")
-        columns = [column.data_ptr() for column in self._columns]
-        candidates = self._heap.data_ptr(), self._room, 0
-        self._order = array("q", [*columns, rows, *candidates, self._bound.data_ptr(), 0])
+        self._order = self._new_order()
         library.scan_rows(self._order.buffer_info()[0])
         self._is_whole = True
+
+    def _new_order(self) -> array[int]:
+        """Return native.cpp's Order without candidates."""
+        columns = [column.data_ptr() for column in self._columns]
+        candidates = self._heap.data_ptr(), self._room, 0
+        rows = self._slot_keys.shape[0]
+        return array("q", [*columns, rows, *candidates, self._bound.data_ptr(), 0, 0])

@@ -23,9 +23,10 @@ struct Order {
     int64_t size;
     Candidate* bound;  // the greatest candidate of the scan
     int64_t has_all;   // 1: all rows are candidates, so there is no bound
+    int64_t returned;  // the last candidates of the room, which left the heap in the last call
 };
 
-static_assert(sizeof(Candidate) == 4 * 8 && sizeof(Order) == 9 * 8);
+static_assert(sizeof(Candidate) == 4 * 8 && sizeof(Order) == 10 * 8);
 
 bool is_less(const Candidate& a, const Candidate& b) {
     if (a.score != b.score) return a.score < b.score;
@@ -124,6 +125,7 @@ void scan_rows(Order* order) {
     order->has_all = !is_bounded;
     if (is_bounded) *order->bound = order->heap[kept - 1];
     order->size = n;
+    order->returned = 0;
     for (int64_t at = n / 2; at-- > 0;) sink(order->heap, n, at);
 }
 
@@ -131,19 +133,20 @@ void scan_rows(Order* order) {
 
 // Writes the step as last use of the slots, and one use more unless `uses` is null; slot 0 is left
 // out. Returns -1, or the position of a slot that is not below `rows`; then nothing has changed.
-// `counts` has room for n numbers if there are uses.
+// `earlier` gets what `undo_use` needs: n last uses, and n uses behind them unless `uses` is null.
 int64_t use_slots(
     const int64_t* slots, int64_t n, int64_t rows, int64_t step, int64_t* last, int64_t* uses,
-    int64_t* counts
+    int64_t* earlier
 ) {
     for (int64_t i = 0; i < n; ++i) {
         if (slots[i] < 0 || slots[i] >= rows) return i;
         ask(last + slots[i]);
     }
+    for (int64_t i = 0; i < n; ++i) earlier[i] = last[slots[i]];
     if (uses != nullptr) {
         // A slot that comes several times gets the same count each time.
-        for (int64_t i = 0; i < n; ++i) counts[i] = uses[slots[i]] + (slots[i] != 0);
-        for (int64_t i = 0; i < n; ++i) uses[slots[i]] = counts[i];
+        for (int64_t i = 0; i < n; ++i) earlier[n + i] = uses[slots[i]];
+        for (int64_t i = 0; i < n; ++i) uses[slots[i]] = earlier[n + i] + (slots[i] != 0);
     }
     for (int64_t i = 0; i < n; ++i) {
         if (slots[i] != 0) last[slots[i]] = step;
@@ -151,26 +154,41 @@ int64_t use_slots(
     return -1;
 }
 
-// Makes candidates of the slots whose rows are not above the bound. Returns 0 if they have no room:
-// candidates are missing then, and all rows have to be scanned.
+// Writes back what `use_slots` found.
+void undo_use(
+    const int64_t* slots, int64_t n, int64_t* last, int64_t* uses, const int64_t* earlier
+) {
+    for (int64_t i = 0; i < n; ++i) last[slots[i]] = earlier[i];
+    if (uses == nullptr) return;
+    for (int64_t i = 0; i < n; ++i) uses[slots[i]] = earlier[n + i];
+}
+
+// Makes candidates of the slots whose rows are not above the bound. Returns -1, the position of a
+// slot that is not below the number of rows, or n if there is no room for them: candidates are
+// missing then, and all rows have to be scanned. Before the first scan nothing is noted.
 int64_t join_rows(Order* order, const int64_t* slots, int64_t n) {
+    for (int64_t i = 0; i < n; ++i) {
+        if (slots[i] < 0 || slots[i] >= order->rows) return i;
+    }
     for (int64_t i = 0; i < n; ++i) {
         if (order->last[slots[i]] < 0) continue;
         const Candidate row = row_at(*order, slots[i]);
         if (!order->has_all && is_less(*order->bound, row)) continue;
-        if (order->size == order->room) return 0;
+        if (order->size + order->returned == order->room) return n;
         push(*order, row);
     }
-    return 1;
+    return -1;
 }
 
 // Takes the `count` least rows with a last use before `before` from the candidates, and writes their
-// slots. Rows with later uses that are less are set aside: their slots follow, and their number is
-// written to `aside`. `slots` has room for all candidates. Returns the number of rows that it took;
-// it is less than `count` if there are no more candidates.
-int64_t take_least(Order* order, int64_t count, int64_t before, int64_t* slots, int64_t* aside) {
+// slots. Returns their number; it is less than `count` if there are no more candidates. All
+// candidates that it saw become candidates again at the next call.
+int64_t take_least(Order* order, int64_t count, int64_t before, int64_t* slots) {
+    for (; order->returned > 0; --order->returned) {
+        const Candidate candidate = order->heap[order->room - order->returned];
+        push(*order, candidate);
+    }
     int64_t taken = 0;
-    int64_t passed = 0;  // set aside, from the end of `slots`
     int64_t previous = 0;
     while (taken < count && order->size > 0) {
         const Candidate candidate = order->heap[0];
@@ -195,15 +213,10 @@ int64_t take_least(Order* order, int64_t count, int64_t before, int64_t* slots, 
             continue;
         }
         pop(*order);
+        order->heap[order->room - ++order->returned] = row;
         previous = slot;
-        if (row.last < before) {
-            slots[taken++] = slot;
-        } else {
-            slots[order->room - ++passed] = slot;
-        }
+        if (row.last < before) slots[taken++] = slot;
     }
-    memmove(slots + taken, slots + order->room - passed, passed * sizeof *slots);
-    *aside = passed;
     return taken;
 }
 
@@ -212,6 +225,7 @@ int64_t take_least(Order* order, int64_t count, int64_t before, int64_t* slots, 
 extern const Operation key_order[] = {
     {"scan_rows", call<scan_rows>},
     {"use_slots", call<use_slots>},
+    {"undo_use", call<undo_use>},
     {"join_rows", call<join_rows>},
     {"take_least", call<take_least>},
     {nullptr, nullptr},

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from recpoint.kernels.arguments import require_integers
 
-__all__ = ["require_columns", "require_slots"]
+__all__ = ["outside", "require_columns"]
 
 
 def require_columns(slot_keys: Tensor, last_use: Tensor, uses: Tensor | None) -> None:
@@ -24,14 +24,6 @@ def require_columns(slot_keys: Tensor, last_use: Tensor, uses: Tensor | None) ->
             raise ValueError(f"{name}: {len(column)} rows, expected {len(slot_keys)} as slot_keys")
 
 
-def require_slots(slots: Tensor, rows: int) -> None:
-    """Refuse what is no vector of slots of a table.
-
-    Raises:
-        ValueError: says what was found.
-    """
-    require_integers("slots", slots)
-    if slots.shape[0] and not 0 <= int(slots.min()) <= int(slots.max()) < rows:
-        raise ValueError(
-            f"slots: {int(slots.min())} to {int(slots.max())}, expected 0 to {rows - 1}"
-        )
+def outside(slots: Tensor, position: int, rows: int) -> ValueError:
+    """Return the error for a slot that the table does not have."""
+    return ValueError(f"slots: {int(slots[position])}, expected 0 to {rows - 1}")

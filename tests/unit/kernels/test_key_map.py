@@ -86,7 +86,8 @@ def test_other_forms_are_refused(kernel: Any) -> None:
         (torch.arange(8)[::2], "keys: not contiguous"),
         (torch.zeros(2, dtype=torch.int64, device="meta"), "keys: device meta, expected cpu"),
     ):
-        for call in (slots.find, slots.remove, lambda keys: slots.insert(keys, _keys(1, 2))):
+        calls = slots.find, slots.find_or_list, slots.remove
+        for call in (*calls, lambda keys: slots.insert(keys, _keys(1, 2))):
             with pytest.raises(ValueError, match=text):
                 call(keys)
     for room, text in (
@@ -108,18 +109,32 @@ def test_keys_without_a_slot_come_once_and_get_theirs(kernel: Any) -> None:
     slots = kernel(_room(100))
     slots.insert(_keys(4, -4), _keys(1, 2))
     keys = _keys(9, 4, -1, 9, 2**63 - 1, -4, -(2**63), -1, 0)
-    given = slots.find(keys)
-    absent = slots.missing(keys, given)
+    given, absent = slots.find_or_list(keys)
+    assert torch.equal(given, slots.find(keys))
     assert absent.tolist() == [-(2**63), -1, 0, 9, 2**63 - 1]
     slots.insert(absent[1:], _keys(3, 4, 5, 6))
     slots.find_missing(keys, given)
     assert given.tolist() == [5, 1, 3, 5, 6, 2, 0, 3, 4]
     many = torch.arange(-1_500, 1_500)[torch.randperm(3_000)].repeat(2) << 44
-    assert torch.equal(slots.missing(many, many * 0), torch.arange(-1_500, 1_500) << 44)
-    assert slots.missing(many, many * 0 + 1).tolist() == []
-    for call in (slots.missing, slots.find_missing):
-        with pytest.raises(ValueError, match="slots: 1, expected 2"):
-            call(_keys(1, 2), _keys(1))
+    other_keys = torch.arange(-1_500, 1_500) << 44
+    assert torch.equal(slots.find_or_list(many)[1], other_keys[other_keys != 0])
+    assert slots.find_or_list(_keys(4, 9, 4))[1].tolist() == []
+    with pytest.raises(ValueError, match="slots: 1, expected 2"):
+        slots.find_missing(_keys(1, 2), _keys(1))
+
+
+@KERNELS
+def test_new_keys_get_slots_that_leave_and_the_lowest_free_ones(kernel: Any) -> None:
+    slots = kernel(_room(40))
+    slots.insert(torch.arange(38), torch.arange(38) + 2)
+    assert slots.choose_slots(2, _keys()).tolist() == [1, 40]
+    assert slots.choose_slots(4, _keys(9, 30, 7)).tolist() == [1, 7, 9, 30]
+    leaving = torch.arange(39, 1, -1)
+    assert slots.choose_slots(40, leaving).tolist() == list(range(1, 41))
+    assert slots.choose_slots(0, _keys()).tolist() == []
+    for count, leaving in ((3, _keys()), (0, _keys(5))):
+        with pytest.raises(ValueError, match="expected 0 to 2"):
+            slots.choose_slots(count, leaving)
 
 
 @KERNELS

@@ -90,19 +90,23 @@ def test_it_is_the_order_of_a_sort(seed: int, monkeypatch: pytest.MonkeyPatch) -
     keys = torch.zeros(rows, dtype=torch.int64)
     last_use, uses = torch.full((rows,), -1), torch.zeros(rows, dtype=torch.int64)
     columns = (keys, last_use, uses)[: 2 + seed % 2]
+    is_counted = len(columns) == 3
     fast, plain = KeyOrder(*columns), reference.KeyOrder(*columns)
     new_keys = iter(torch.randperm(1 << 17, generator=torch.Generator().manual_seed(seed)) - 9)
     for step in range(60):
         used = draw.sample(range(1, rows), draw.randrange(rows) // 4)
         hits = [slot for slot in used if last_use[slot] >= 0]
-        before = last_use[hits], uses[hits]
-        last_use[hits], uses[hits] = step, uses[hits] + 1
+        earlier = last_use.clone(), uses.clone()
+        fast.use(torch.tensor(hits * 2, dtype=torch.int64), step)
+        expected_uses = earlier[1].clone()
+        expected_uses[hits] += is_counted
+        assert uses.equal(expected_uses) and bool((last_use[hits] == step).all())
         count = draw.randrange(rows // 2)
         leaving = fast.least(count, step)
         assert leaving.tolist() == plain.least(count, step).tolist()
         if draw.random() < 0.2:  # the lookup is refused
-            last_use[hits], uses[hits] = before
-            fast.join(torch.tensor(hits, dtype=torch.int64))
+            fast.undo_use()
+            assert last_use.equal(earlier[0]) and uses.equal(earlier[1])
             continue
         if draw.random() < 0.7:
             last_use[leaving], keys[leaving], uses[leaving] = -1, 0, 0
@@ -142,8 +146,8 @@ def test_other_forms_are_refused(kernel: Any) -> None:
             kernel(*columns)
     order = kernel(keys, keys)
     for slots, text in (
-        (_vector(1, 4), "slots: 1 to 4, expected 0 to 3"),
-        (_vector(-1), "slots: -1 to -1"),
+        (_vector(1, 4), "slots: 4, expected 0 to 3"),
+        (_vector(-1), "slots: -1, expected 0 to 3"),
         (torch.zeros(1), "slots: dtype torch.float32"),
     ):
         with pytest.raises(ValueError, match=text):
