@@ -50,7 +50,7 @@ class KeyCounts(NamedTuple):
     refused: int
 
 
-class _Settings(TypedDict, total=False):
+class _PassedOn(TypedDict, total=False):
     """Types of the settings that `_KeyedModule` gets from another signature than its own."""
 
     initial: Initial
@@ -347,7 +347,7 @@ class KeyedEmbeddingBag(_KeyedModule):
         *,
         mode: Literal["sum", "mean", "max"] = "mean",
         include_last_offset: bool = False,
-        **settings: Unpack[_Settings],
+        **settings: Unpack[_PassedOn],
     ) -> None:
         is_sparse = settings.get("sparse", False)
         if mode not in ("sum", "mean", "max") or (mode == "max" and is_sparse):
