@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 import torch
+from torch import Tensor
 
 from recpoint import (
     Checkpointer,
@@ -25,7 +26,8 @@ from recpoint import (
     Staging,
     Timeouts,
 )
-from recpoint.embeddings import Uniform
+from recpoint.embeddings import Uniform, cached, local
+from recpoint.embeddings.cache.lookup_hooks import cache_of
 from tests.keyed_training import KeyedReader
 from tests.polling import until
 from tests.training_builder import InlineAgent, seed_everything
@@ -51,7 +53,13 @@ def _kill_at_any_moment(seed: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def keyed_life(*, place: str, kill_in: int | None = None, moment: Moment = "lookup") -> None:
+def keyed_life(
+    *,
+    place: str,
+    kill_in: int | None = None,
+    moment: Moment = "lookup",
+    is_cached: bool = False,
+) -> None:
     """Train tables of all rules to the end, and save all state; or die.
 
     Args:
@@ -59,6 +67,7 @@ def keyed_life(*, place: str, kill_in: int | None = None, moment: Moment = "look
         kill_in: number of the batch in which this process is killed; at `any` moment the seed of
             the moment; None: it is not.
         moment: where in that batch.
+        is_cached: rows are in a cache, which has fewer slots than tables, and in files.
     """
     torch.set_num_threads(1)
     seed_everything(1)
@@ -68,6 +77,8 @@ def keyed_life(*, place: str, kill_in: int | None = None, moment: Moment = "look
     for rule, settings in RULES.items():
         model[f"{rule} users"] = KeyedEmbedding(4, 14, sparse=True, initial=initial, **settings)
         model[f"{rule} bags"] = KeyedEmbeddingBag(4, 9, mode="sum", initial=initial, **settings)
+    if is_cached:
+        cached(model, local(folder / "home"), dict.fromkeys(model, 7))
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1, initial_accumulator_value=0.5)
     with (
         InlineAgent(folder / "staging"),
@@ -102,11 +113,24 @@ def keyed_life(*, place: str, kill_in: int | None = None, moment: Moment = "look
             _kill(moment, "step", number, kill_in)
         if moment == "any" and kill_in is not None:
             time.sleep(1.0)  # the other thread kills it meanwhile
-        saved = {
-            "model": model.state_dict(),
-            "optimizer": optimizer.state_dict()["state"],
+        torch.save(_state_of(model, optimizer), folder / "state.pt")
+
+
+def _state_of(model: torch.nn.ModuleDict, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return all state of keyed tables, whose rows may be in a cache and at home."""
+    cache, saved = cache_of(model), {}
+    for name, table in model.items():
+        assert isinstance(table, KeyedEmbedding | KeyedEmbeddingBag)
+        if cache is None:
+            rows: tuple[Tensor, ...] = table.weight.detach(), optimizer.state[table.weight]["sum"]
+        else:
+            rows = cache.rows_of(name, torch.arange(table.capacity_rows + 1))
+        saved[name] = {
+            "rows": list(rows),
+            "row_states": dict(table.slots.row_states),
+            "state": table.slots.state_dict(),
         }
-        torch.save(saved, folder / "state.pt")
+    return saved
 
 
 def _kill(moment: Moment, here: Moment, number: int, kill_in: int | None) -> None:

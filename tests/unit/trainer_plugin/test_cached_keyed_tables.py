@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,10 @@ from recpoint.catalog.store.store import open_store
 from recpoint.embeddings import Uniform, cached, local
 from recpoint.embeddings.cache.lookup_hooks import cache_of
 from recpoint.embeddings.home.contract import Home
+from recpoint.embeddings.parity.stripes import Parity
+from recpoint.embeddings.server.home import ServedHome
+from recpoint.embeddings.server.processes import servers
+from recpoint.embeddings.server.server import EmbeddingServer
 from recpoint.errors import SettingsError
 from recpoint.format.naming import ManifestName
 from tests.keyed_training import (
@@ -312,3 +318,39 @@ def test_what_a_cache_refuses(place: Place) -> None:
             small.batch()
     with pytest.raises(SettingsError, match="at_servers"):
         keyed_checkpointer(KeyedTraining(14, home=local()), place, at_servers=True)
+
+
+@pytest.mark.nightly("kills")
+def test_a_server_with_parity_is_killed() -> None:
+    with servers(count=3, parity=Parity(data=2, parity=1), timeout_seconds=60.0) as home:
+        assert isinstance(home, ServedHome)
+        plain, behind = pair(home, optimizer="adam", sparse=True, window=3)
+        train_both((plain, behind), 15)
+        os.kill(home.greetings[1].pid, signal.SIGKILL)
+        train_both((plain, behind), 15)
+        assert state_of(behind) == state_of(plain)
+
+
+def test_training_goes_back_when_a_server_is_lost(place: Place) -> None:
+    running = [EmbeddingServer(name=f"server {number}") for number in range(2)]
+
+    def revive(number: int) -> EmbeddingServer:
+        running[number] = EmbeddingServer(name=f"server {number}")
+        return running[number]
+
+    plain, behind = pair(ServedHome(running, revive=revive), window=3, evict=LeastUsed())
+    lost_at = [13]
+    settings = {"rewinds": 1, "when_busy": "wait", "interval_batches": 5}
+    with place.agent(), keyed_checkpointer(behind, place, **settings) as ckpt:
+        ckpt.restore()
+        for keys, target in ckpt.batches(total=26):
+            nn.functional.mse_loss(behind.model(keys), target).backward()
+            behind.step()
+            if lost_at and ckpt.batches_done + 1 == lost_at[0]:
+                lost_at.clear()
+                running[1].end()
+        assert ckpt.batches_done == 26
+    train_both((plain,), 26)
+    assert state_of(behind) == state_of(plain)
+    for server in running:
+        server.end()
