@@ -196,6 +196,17 @@ def all_rows(training: KeyedTraining) -> list[list[object]]:
     return [array.contiguous().view(-1).view(torch.uint8).tolist() for array in arrays]
 
 
+def state_of(training: KeyedTraining) -> list[object]:
+    """Return all that decides how a training goes on, but its reader, in a cache or not."""
+    state = training.model.users.slots.state_dict()
+    admission = {
+        name: value.tolist() if isinstance(value, Tensor) else value
+        for name, value in state["admission"].items()
+    }
+    top = [parameter.tolist() for parameter in training.model.top.parameters()]
+    return [all_rows(training), {**state, "admission": admission}, top]
+
+
 def rows_by_key(training: KeyedTraining) -> dict[int, list[object]]:
     """Return key -> last use, row and entries of row states, whatever slot it has."""
     table = training.model.users

@@ -288,18 +288,18 @@ def _refuse_ahead(trained: Trained, why_not_ahead: str | None) -> None:
     """Refuse a Lookahead where rows cannot be copied before a cut.
 
     Raises:
-        SettingsError: a table is on a GPU; managed collisions or keys map ids to its rows; or
-            rows are quantized in this process.
+        SettingsError: a table is on a GPU; managed collisions map ids to its rows; or rows are
+            quantized in this process.
     """
     unsupported = why_not_ahead
     for table in trained.tables:
-        if unsupported is None and table.maps_ids:
+        if unsupported is None and table.maps_ids and not table.own_states:
             unsupported = f"table {table.name!r}, to whose rows {table.id_map} map ids"
     if unsupported is not None:
         raise SettingsError(
             "Checkpointer(reader=Lookahead(...))",
             found=unsupported,
-            expected="tables on the CPU whose rows are ids, and that are staged as they are",
+            expected="tables on the CPU, by row numbers or keys, that are staged as they are",
             next_step="pass the reader inside, without Lookahead: checkpoints are the same, and "
             "training waits until all rows are copied",
         )
@@ -370,7 +370,17 @@ def _coming_rows(
     if ranks.several:
         seconds = settings.timeouts.ranks_seconds
         channel = GlooChannel("rows of coming batches", wait_seconds=seconds)
-    return ComingRows(reader, ranks.gather(own_rows), rank=ranks.rank, channel=channel)
+    return ComingRows(
+        reader,
+        ranks.gather(own_rows),
+        rank=ranks.rank,
+        channel=channel,
+        rows_of_keys={
+            shard.name: shard.table.rows_of
+            for shard in shards
+            if shard.table is not None and shard.table.own_states
+        },
+    )
 
 
 def _look_at_cache(ranks: Ranks, trained: Trained) -> Cache | None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
+from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from torch import Tensor
@@ -53,6 +54,8 @@ class ComingRows:
         owned: for each rank, the rows that it stores.
         rank: this rank.
         channel: to the other ranks, for this object alone; None: there are no others.
+        rows_of_keys: name of a keyed table -> returns the rows that some keys have now. There are
+            no other ranks then.
     """
 
     def __init__(
@@ -62,8 +65,10 @@ class ComingRows:
         *,
         rank: int = 0,
         channel: Channel | None = None,
+        rows_of_keys: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType({}),
     ) -> None:
         self._reader = reader
+        self._rows_of_keys = rows_of_keys
         self._own_rows = owned[rank]
         self._channel = channel
         self._exchange = None if channel is None else RowExchange(channel, owned)
@@ -122,8 +127,20 @@ class ComingRows:
         if self._exchange is not None:
             return next(rows for rows in self._answers if not rows.are_unknown)
         answer: Future[BatchIds] = Future()
-        answer.set_result(own_ids(self._reader.next_ids(batches_to_come), self._own_rows))
+        batches = [self._by_rows(ids) for ids in self._reader.next_ids(batches_to_come)]
+        answer.set_result(own_ids(batches, self._own_rows))
         return WindowRows(batches_done, answer)
+
+    def _by_rows(self, ids: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return the ids of a batch with the rows of keyed tables in place of their keys.
+
+        Keys may get other rows until then: marks tell which rows have changed.
+        """
+        rows_of_keys = self._rows_of_keys
+        return {
+            name: rows_of_keys[name](table_ids) if name in rows_of_keys else table_ids
+            for name, table_ids in ids.items()
+        }
 
     def close(self) -> None:
         """Leave the other ranks."""

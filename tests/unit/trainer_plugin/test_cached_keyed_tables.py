@@ -34,9 +34,9 @@ from tests.keyed_training import (
     DIM,
     OPTIMIZERS,
     KeyedTraining,
-    all_rows,
     arrays_of,
     keyed_checkpointer,
+    state_of,
 )
 from tests.training_builder import Place, until
 
@@ -67,17 +67,6 @@ def train(training: KeyedTraining, place: Place, batches: int, every: int = 6) -
             ckpt.step()
             if ckpt.batches_done % every == 0:
                 commit(ckpt, place)
-
-
-def state_of(training: KeyedTraining) -> list[object]:
-    """Return all that decides how a training goes on."""
-    slots = training.model.users.slots
-    state = slots.state_dict()
-    admission = {
-        k: v.tolist() if hasattr(v, "tolist") else v for k, v in state["admission"].items()
-    }
-    top = [parameter.tolist() for parameter in training.model.top.parameters()]
-    return [all_rows(training), {**state, "admission": admission}, top]
 
 
 def rows_of_keys(training: KeyedTraining) -> list[object]:

@@ -11,7 +11,6 @@ from recpoint import (
     Follower,
     LeastRecent,
     LeastUsed,
-    Lookahead,
     Loss,
     Probability,
 )
@@ -208,11 +207,10 @@ def test_other_rules_are_refused_by_name(place: Place) -> None:
 @pytest.mark.parametrize(
     ("settings", "match"),
     [
-        ({"reader": Lookahead(KeyedReader())}, "'users', to whose rows keys map ids"),
         ({"bits": Loss(increase=1e-4, of=lambda model, batch: torch.zeros(()))}, "keys"),
         ({"grow": {"users": Uniform(seed=0)}}, "grows by Options"),
     ],
-    ids=["Lookahead", "Loss", "grow"],
+    ids=["Loss", "grow"],
 )
 def test_what_goes_by_row_numbers_is_refused(
     place: Place, settings: dict[str, object], match: str
