@@ -281,7 +281,7 @@ class Job(Record):
         check_links(self.kind, self.step, self.base, self.parent, self.chain_length)
         check_parts(self.ranks, self.servers)
         check_copied_ahead(self.copied_ahead, self.parts)
-        check_keyed(self.keyed, len(self.tables))
+        check_keyed(self.keyed, [table.spec for table in self.tables])
         if self.kind == "full" and any(table.residual for table in self.tables):
             raise ValueError("a full has no residuals")
         if self.rank >= self.parts:

@@ -10,7 +10,7 @@ from pydantic import FailFast, Field, model_validator
 from recpoint.format import naming
 from recpoint.format.dtypes import Dtype, array_bytes, item_bytes
 from recpoint.format.history import History
-from recpoint.format.keyed_use import KeyedUses, check_keyed
+from recpoint.format.keyed_use import KeyedUses, check_keyed, check_keyed_table
 from recpoint.format.records import (
     CheckpointRef,
     Generation,
@@ -179,6 +179,11 @@ class TableSpec(Part):
         columns, dim = self.columns, self.dim
         if columns is not None and (dim == columns.of or columns.first + dim > columns.of):
             raise ValueError(f"{dim} columns from {columns.first} are no piece of {columns.of}")
+        return self
+
+    @model_validator(mode="after")
+    def _keyed(self) -> Self:
+        check_keyed_table(self)
         return self
 
 
@@ -545,7 +550,7 @@ class Manifest(StoredRecord):
         check_links(self.kind, self.step, self.base, self.parent, self.chain_length)
         check_parts(self.ranks, self.servers)
         check_copied_ahead(self.copied_ahead, self.parts)
-        check_keyed(self.keyed, len(self.tables))
+        check_keyed(self.keyed, self.tables)
         if self.stands_for is not None:
             links = self.links
             check_links(links.kind, self.step, links.base, links.parent, links.chain_length)

@@ -9,11 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from recpoint.catalog.restore.keyed_rows import KEY, LAST_USE, has_keys, used_rows
+from recpoint.catalog.restore.keyed_rows import KEY, LAST_USE, has_keys, naming_table, used_rows
 from recpoint.catalog.restore.rows import LogicalTable
-from recpoint.errors import MalformedObject
 from recpoint.kernels import row_gather
-from recpoint.kernels.key_map import MOST_SLOTS, KeyMap
+from recpoint.kernels.key_map import KeyMap
 from recpoint.serving.tables import CodedTable, FloatTable, RowTable
 
 __all__ = ["RowsByKey", "ServedTable"]
@@ -30,14 +29,9 @@ class RowsByKey:
         by_slot: as given.
         row_states: `keyed.key` and `keyed.last_use` of each slot, int64 [rows], for whoever reads a
             checkpoint. Lookups go by them only after `follow_keys`.
-
-    Raises:
-        MalformedObject: the table has no slot, or more than a map of keys can have.
     """
 
     def __init__(self, table: LogicalTable, by_slot: RowTable) -> None:
-        if not 2 <= table.rows <= MOST_SLOTS + 1:
-            raise _malformed(table, f"{table.rows:,} rows", f"2 to {MOST_SLOTS + 1:,} rows")
         self._spec = table
         self.by_slot = by_slot
         self.row_states = {
@@ -107,12 +101,8 @@ class RowsByKey:
             is_mapped = (self._map.find(mapped_keys) == ids) & (ids > 0)
             self._map.remove(mapped_keys[is_mapped])
             used = ids[last_use[ids] >= 0]
-        try:
+        with naming_table(self._spec.name):
             self._map.insert(key[used], used)
-        except ValueError as error:
-            raise _malformed(
-                self._spec, str(error), "a key of its own for each slot, and none for row 0"
-            ) from error
 
     def slots_of(self, keys: Tensor) -> Tensor:
         """Return the slot of each key, or 0: int64, of the shape and on the device of `keys`.
@@ -163,12 +153,3 @@ class RowsByKey:
 
 
 ServedTable = RowTable | RowsByKey
-
-
-def _malformed(table: LogicalTable, found: str, expected: str) -> MalformedObject:
-    return MalformedObject(
-        f"keyed table {table.name!r}",
-        found=found,
-        expected=expected,
-        next_step="serve another checkpoint: recpoint list URL",
-    )

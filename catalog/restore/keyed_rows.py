@@ -1,28 +1,27 @@
-"""Names the row states of a keyed table, and finds the rows that keys have (format §3.8)."""
+"""Finds the rows that keys have in the row states of a keyed table (format §3.8)."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Final
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-__all__ = ["KEY", "KEYED_STATES", "LAST_USE", "USES", "has_keys", "rows_by_key", "used_rows"]
+from recpoint.errors import MalformedObject, RecpointError
+from recpoint.format.keyed_use import KEY, KEYED_STATES, LAST_USE, USES, has_keys
 
-#: Row state: the key that has the row; 0 if none has.
-KEY: Final = "keyed.key"
-#: Row state: the table's clock when the key was last looked up in training; below 0: no key has it.
-LAST_USE: Final = "keyed.last_use"
-#: Row state: how often the key was looked up; only where the rule of eviction counts that.
-USES: Final = "keyed.uses"
-#: Row states that belong to a keyed table and not to its optimizer.
-KEYED_STATES: Final = frozenset((KEY, LAST_USE, USES))
-
-
-def has_keys(row_states: Collection[str]) -> bool:
-    """Whether row states of these names are those of a keyed table."""
-    return KEY in row_states and LAST_USE in row_states
+__all__ = [
+    "KEY",
+    "KEYED_STATES",
+    "LAST_USE",
+    "USES",
+    "has_keys",
+    "naming_table",
+    "require_own_keys",
+    "rows_by_key",
+    "used_rows",
+]
 
 
 def used_rows(last_use: Tensor) -> Tensor:
@@ -34,11 +33,57 @@ def used_rows(last_use: Tensor) -> Tensor:
     return (last_use >= 0).nonzero().flatten()
 
 
-def rows_by_key(key: Tensor, last_use: Tensor) -> Tensor:
+def rows_by_key(table: str, key: Tensor, last_use: Tensor) -> Tensor:
     """Return the rows that keys have, int64 [n], in ascending order of keys.
 
     Args:
+        table: its name, for errors.
         key, last_use: the row states `KEY` and `LAST_USE`, int64 [rows] each.
+
+    Raises:
+        MalformedObject: see `require_own_keys`.
     """
     rows = used_rows(last_use)
-    return rows[torch.argsort(key[rows])]
+    rows = rows[torch.argsort(key[rows])]
+    require_own_keys(table, rows, key[rows])
+    return rows
+
+
+def require_own_keys(table: str, rows: Tensor, keys: Tensor) -> None:
+    """Check that each row has a key of its own, and that row 0 has none.
+
+    Args:
+        table: its name, for errors.
+        rows: rows that keys have, int64 [n].
+        keys: their keys, int64 [n]; equal ones are found fastest if they ascend.
+
+    Raises:
+        MalformedObject: it is not so.
+    """
+    with naming_table(table):
+        if bool((rows == 0).any()):
+            raise ValueError("a key in row 0")
+        keys = keys.sort().values
+        is_repeated = keys[1:] == keys[:-1]
+        if bool(is_repeated.any()):
+            raise ValueError(f"key {int(keys[1:][is_repeated][0])} in two rows")
+
+
+@contextmanager
+def naming_table(table: str) -> Iterator[None]:
+    """Name the table when a `ValueError` says which rows or keys of a checkpoint cannot be.
+
+    Raises:
+        MalformedObject: in the place of that error.
+    """
+    try:
+        yield
+    except RecpointError:
+        raise
+    except ValueError as error:
+        raise MalformedObject(
+            f"keyed table {table!r}",
+            found=str(error),
+            expected="a key of its own for each row that has one, and none for row 0",
+            next_step="take another checkpoint: recpoint list URL",
+        ) from error

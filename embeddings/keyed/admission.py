@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from recpoint.embeddings.keyed.stored_state import LOOKUPS_PER_COLUMN
 from recpoint.errors import SettingsError
 from recpoint.format.first_values import mixed
 from recpoint.kernels.key_sketch import DEPTH, MOST_COUNT, KeySketch
@@ -19,9 +20,6 @@ __all__ = ["Admission", "EachKey", "KeyGate", "Probability", "Seen"]
 #: Columns of a sketch: as many as the table has rows, but not fewer.
 _FEWEST_COLUMNS: Final = 1024
 _COLUMNS_PER_ROW: Final = 4
-#: Counts are halved after so many lookups. With fewer, keys that come as often as the last rows of
-#: a table never reach a count of ten. With more, tail keys that share all counts are admitted.
-_LOOKUPS_PER_COLUMN: Final = 2
 
 
 class KeyGate(Protocol):
@@ -129,7 +127,7 @@ class _SeenOften:
         """See `KeyGate`."""
         self._sketch.add(keys)
         self._added += keys.numel()
-        lookups = _LOOKUPS_PER_COLUMN * self._sketch.counts.shape[1]
+        lookups = LOOKUPS_PER_COLUMN * self._sketch.counts.shape[1]
         while self._added >= lookups:
             self._sketch.halve()
             self._added -= lookups

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from recpoint.catalog.restore.base_rows import decoded_values
 from recpoint.catalog.restore.chunks import StoredRows
-from recpoint.catalog.restore.keyed_rows import KEY, LAST_USE, has_keys
+from recpoint.catalog.restore.keyed_rows import KEY, LAST_USE, has_keys, require_own_keys
 from recpoint.catalog.restore.restore import dense_tensors
 from recpoint.catalog.restore.rows import LogicalTable, logical_tables
 from recpoint.catalog.restore.target import RowSink
@@ -171,6 +171,7 @@ class _KeyedRows:
         self._key, self._last_use = states.index(KEY), states.index(LAST_USE)
         self._slots: list[Tensor] = []
         self._free: list[Tensor] = []
+        self._used: list[Tensor] = []
         self._keys: list[Tensor] = []
 
     def take(self, stored: StoredRows, positions: Tensor | None) -> None:
@@ -184,6 +185,7 @@ class _KeyedRows:
                 self._taker.put(slots_name, slots[is_used], keys[is_used].view(-1, 1))
             self._slots.append(slots)
             self._free.append(slots[~is_used])
+            self._used.append(slots[is_used])
             self._keys.append(keys[is_used])
 
     def mark(self, rows: range | Tensor) -> None:
@@ -193,10 +195,17 @@ class _KeyedRows:
         """Delete the keys that were held in a changed slot and are in no slot that has changed.
 
         A key that moved to another slot changed both.
+
+        Raises:
+            MalformedObject: two changed slots have one key.
         """
-        if self._is_anew or not self._slots:
+        if not self._slots:
             return
-        slots, keys = torch.cat(self._slots), torch.cat(self._keys)
+        keys = torch.cat(self._keys)
+        require_own_keys(self._table.name, torch.cat(self._used), keys)
+        if self._is_anew:
+            return
+        slots = torch.cat(self._slots)
         old_keys, is_held = self._taker.held_rows(_slots_name(self._table), slots)
         gone_keys = old_keys.flatten()[is_held]
         gone_keys = gone_keys[~torch.isin(gone_keys, keys)]

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
-from recpoint.catalog.restore.keyed_rows import KEY
+from recpoint.catalog.restore.keyed_rows import KEY, naming_table
 from recpoint.catalog.restore.state import canonical_name
 from recpoint.embeddings.cache.cached_keys import CachedKeys, keyed_lookups_of
+from recpoint.embeddings.keyed.stored_state import state_faults
 from recpoint.embeddings.tables.keyed import KeyedSlots, slots_of
 from recpoint.embeddings.tables.tables import Marker, Table
 from recpoint.errors import SettingsError
@@ -221,11 +222,15 @@ class KeyedSource:
 
     def differences(self, states: Sequence[Mapping[str, Any]]) -> list[str]:
         """Return why training would not go on as it was: other rules of admission or eviction."""
-        stored = states[0] if states else {}
+        stored = states[0] if states and isinstance(states[0], Mapping) else {}
         texts = []
         for table in self._tables:
             if table.name not in stored:
                 texts.append(f"the checkpoint has no keys of table {table.name!r}")
+                continue
+            faults = [*state_faults(stored[table.name])]
+            texts += [f"of the keyed table {table.name!r}, {fault}" for fault in faults]
+            if faults:
                 continue
             settings, stored_settings = table.slots.state_dict()["settings"], stored[table.name]
             stored_settings = stored_settings["settings"]
@@ -240,7 +245,8 @@ class KeyedSource:
     def load_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Load what `state_dict` returned, and find the slot of each key anew."""
         for table in self._tables:
-            table.slots.load_state_dict(states[0][table.name])
+            with naming_table(table.name):
+                table.slots.load_state_dict(states[0][table.name])
 
 
 def _refuse_elsewhere(model: nn.Module, name: str, table: KeyedTable) -> None:

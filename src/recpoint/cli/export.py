@@ -170,7 +170,7 @@ def _frame(target: MemoryTarget) -> Any:
     parts: list[tuple[str, torch.Tensor]] = [("value", table.values), *states.items()]
     columns: dict[str, Any] = {"row": np.arange(len(table.values))}
     if has_keys(states):
-        rows = rows_by_key(states[KEY], states[LAST_USE])
+        rows = rows_by_key(name, states[KEY], states[LAST_USE])
         columns = {"key": states[KEY][rows].numpy()}
         parts = [(part, tensor[rows]) for part, tensor in parts if part != KEY]
     for part, tensor in parts:

@@ -7,12 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from recpoint.errors import UnknownRow
+from recpoint.catalog.restore.keyed_rows import KEY, LAST_USE
+from recpoint.errors import MalformedObject, UnknownRow
+from recpoint.format.manifest import Manifest
 from recpoint.serving.sinks.opening import open_sink
 from recpoint.serving.sinks.publisher import SinkPublisher
 from recpoint.serving.sinks.reader import SinkReader
 from recpoint.serving.sinks.verification import verify
-from tests.catalog_builder import new_run
+from tests.catalog_builder import Table, build, new_run, publish
 from tests.keyed_run import KEYS, KeyedTrainer
 
 
@@ -42,3 +44,34 @@ def test_keys_come_move_and_go(tmp_path: Path, kind: str) -> None:
             comparison = verify(run, sink)
         assert comparison.differences == []
     assert deleted_rows > 10
+
+
+def test_two_slots_of_a_key_are_not_published(tmp_path: Path) -> None:
+    run = new_run(tmp_path / "run")
+    run.claim(None)
+
+    def commit(step: int, keys: list[int], parent: Manifest | None = None) -> Manifest:
+        table = Table(
+            "users",
+            torch.full((4, 3), float(step)),
+            states=(torch.tensor(keys), torch.tensor([-1, 1, 1, 1])),
+            state_names=(KEY, LAST_USE),
+        )
+        dirty = None if parent is None else [torch.arange(1, 4)]
+        return publish(
+            run, build(run, [table], step=step, generation=1, parent=parent, dirty=dirty)
+        )
+
+    with open_sink(f"sqlite:{tmp_path}/served.db") as sink:
+        publisher = SinkPublisher(run.url, sink)
+        full = commit(1, [0, 5, 6, 7])
+        assert publisher.poll() is not None
+        for parent in (full, None):
+            commit(2 if parent else 3, [0, 5, 6, 5], parent)
+            with pytest.raises(MalformedObject, match="key 5 in two rows"):
+                publisher.poll()
+        committed = sink.position().committed
+        assert committed is not None and committed.version.checkpoint.step == 1
+        commit(4, [0, 8, 6, 5])
+        committed = publisher.poll()
+        assert committed is not None and committed.version.checkpoint.step == 4
