@@ -88,8 +88,8 @@ def _redis(url: str) -> Sink:
     server = urlunsplit((scheme, parts.netloc, parts.path, urlencode(options), ""))
     try:
         return RedisSink(server, shown_url(url), prefix, grace_seconds)
-    except ValueError:
-        raise _refused(url, "an option that cannot be read", "options of redis-py") from None
+    except (ValueError, TypeError) as error:
+        raise _refused(url, f"an option: {error}", "options of redis-py") from None
 
 
 def _grace_seconds(url: str, text: str | None) -> float:

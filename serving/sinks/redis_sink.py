@@ -101,6 +101,9 @@ class RedisSink(Sink):
         prefix: first part of all keys.
         grace_seconds: how long a version stays readable after the next one was committed. The next
             publication waits for that.
+
+    Raises:
+        ValueError, TypeError: redis-py has no such option, or it has another type.
     """
 
     def __init__(self, url: str, shown_url: str, prefix: str, grace_seconds: float) -> None:
@@ -115,6 +118,8 @@ class RedisSink(Sink):
             retry=retry,
             retry_on_error=[redis.exceptions.ConnectionError, redis.exceptions.TimeoutError],
         )
+        pool = self._client.connection_pool
+        pool.connection_class(**pool.connection_kwargs)  # refuses options that it does not know
         register = self._client.register_script
         self._begin, self._put = register(redis_scripts.BEGIN), register(redis_scripts.PUT)
         self._dense, self._commit = register(redis_scripts.DENSE), register(redis_scripts.COMMIT)
@@ -239,20 +244,20 @@ class RedisSink(Sink):
             for first in range(0, len(ids), _ROWS_A_LOOKUP):
                 some = ids[first : first + _ROWS_A_LOOKUP]
                 pipeline.mget([self._key(f"{table}:{row}") for row in some])
-            # Last: no row is written over before this number says that it may be.
-            pipeline.hget(self._key("position"), "readable_from")
-            *rows, readable_from = pipeline.execute()
-        self._refuse_gone(number, readable_from)
+            # Last: no row is written over before these numbers say that it may be.
+            pipeline.hmget(self._key("position"), "readable_from", "number")
+            *rows, readable = pipeline.execute()
+        self._refuse_gone(number, readable)
         return list(chain.from_iterable(rows))
 
     def dense_bytes(self, number: int) -> bytes:
         """Return the dense layers of a version."""
         with self._errors():
             pipeline = self._client.pipeline(transaction=True)
-            pipeline.hget(self._key("position"), "readable_from")
+            pipeline.hmget(self._key("position"), "readable_from", "number")
             pipeline.get(self._key(f"dense:{number}"))
-            readable_from, data = pipeline.execute()
-        self._refuse_gone(number, readable_from)
+            readable, data = pipeline.execute()
+        self._refuse_gone(number, readable)
         if data is None:
             raise SinkError(
                 f"{self.url} ({self._key(f'dense:{number}')})",
@@ -265,24 +270,41 @@ class RedisSink(Sink):
     def stored_ids(self, table: int) -> Iterator[list[int]]:
         """Yield the ids of all rows under keys of a table, some at a time; some may come twice."""
         start = len(self._key(f"{table}:"))
+        for keys in self._stored_keys(_literal(self._key(f"{table}:")) + "*"):
+            yield [int(key[start:]) for key in keys]
+
+    def _stored_keys(self, pattern: str) -> Iterator[list[bytes]]:
+        """Yield the keys that match a pattern, some at a time; some may come twice."""
         with self._errors():
-            keys: list[int] = []
-            for key in self._client.scan_iter(
-                match=_literal(self._key(f"{table}:")) + "*", count=_KEYS_A_SCAN
-            ):
-                keys.append(int(key[start:]))
+            keys: list[bytes] = []
+            for key in self._client.scan_iter(match=pattern, count=_KEYS_A_SCAN):
+                keys.append(key)
                 if len(keys) >= _KEYS_A_SCAN:
                     yield keys
                     keys = []
             if keys:
                 yield keys
 
-    def _refuse_gone(self, number: int, readable_from: bytes | None) -> None:
-        if readable_from is None or number < int(readable_from):
+    def _refuse_gone(self, number: int, readable: Sequence[bytes | None]) -> None:
+        """Refuse a version that cannot be read any more, or that the server has lost.
+
+        Args:
+            number: of the version.
+            readable: the lowest and the highest number that can be read.
+        """
+        lowest, highest = (int(field or 0) for field in readable)
+        if number > highest:
+            raise NotServing(
+                self.url,
+                found=f"version {number}, which the server has lost (a restart, a failover)",
+                expected=f"version {highest}, which it has",
+                next_step="begin another block of reading()",
+            )
+        if number < lowest:
             raise NotServing(
                 self.url,
                 found=f"version {number}, whose rows are being replaced",
-                expected=f"version {int(readable_from or 0)} or a later one",
+                expected=f"version {lowest} or a later one",
                 next_step="begin another block of reading(); or give the sink a longer grace: "
                 f"?grace={self._grace_ms / 1000:g} now",
             )
@@ -335,11 +357,15 @@ class RedisSink(Sink):
             self._client.unlink(self._key(f"dense:{seen - 1}"))
 
     def _remove_tables(self, numbers: Collection[int], committed: int) -> None:
-        """Remove tables that no version from the committed one on needs."""
-        for number in sorted(numbers):
-            for ids in self.stored_ids(number):
-                rows = (self._key(f"{number}:{row}") for row in ids)
-                self._refuse(self._remove(keys=[self._key("position"), *rows], args=[committed]))
+        """Remove tables that no version from the committed one on needs, in one scan for all."""
+        if not numbers:
+            return
+        start = len(self._key(""))
+        for keys in self._stored_keys(_literal(self._key("")) + "[0-9]*:*"):
+            dead_keys = [key for key in keys if int(key[start:].split(b":")[0]) in numbers]
+            if dead_keys:
+                keys_of_script: list[bytes | str] = [self._key("position"), *dead_keys]
+                self._refuse(self._remove(keys=keys_of_script, args=[committed]))
 
     def _refuse_eviction(self) -> None:
         """Refuse a server that may throw rows away when memory is short."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from recpoint.catalog.store import durable
-from recpoint.errors import SinkError
+from recpoint.errors import NotServing, SinkError
 from recpoint.serving.sinks.contract import Sink
 from recpoint.serving.sinks.opening import open_sink
 from recpoint.testing.sinks import (
@@ -112,3 +112,19 @@ def test_a_lookup_of_many_rows_is_whole(sink: Sink) -> None:
         values, present = reading.lookup("users", rows.flip(0))
     assert bool(present.all())
     assert torch.equal(values[:, 0], 2000.0 + rows.flip(0))
+
+
+def test_a_reader_is_told_that_the_server_has_lost_its_version(
+    sink: Sink, server: RedisServer
+) -> None:
+    """A server starts again without a version, while a reader is in the middle of it."""
+    server.command("SAVE")
+    bring(sink, 2, {"users": ids_of(1, 2)}, parent=1)
+    with sink.reading() as reading:
+        reading.lookup("users", ids_of(1))
+        server.restart()
+        with pytest.raises(NotServing, match="has lost"):
+            reading.lookup("users", ids_of(2))
+        with pytest.raises(NotServing, match="has lost"):
+            reading.dense()
+    assert served_rows(sink, "users") == of_step(1, 1, 2, 3)

@@ -8,22 +8,34 @@ from pathlib import Path
 import pytest
 import torch
 
+import recpoint
 from recpoint.catalog.run.leases import read_leases
 from recpoint.catalog.run.publications import publish as publish_checkpoint
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.store import durable
 from recpoint.catalog.store.contract import Clocks
-from recpoint.errors import ForeignObject, IncompatibleModel, NotServing, SinkError, UnknownRow
+from recpoint.catalog.store.store import open_store
+from recpoint.errors import (
+    ForeignObject,
+    IncompatibleModel,
+    NotServing,
+    SettingsError,
+    SinkError,
+    UnknownRow,
+)
 from recpoint.format.naming import MANIFEST_KEY, ManifestName
 from recpoint.serving.sinks.contract import Sink
 from recpoint.serving.sinks.opening import open_sink
 from recpoint.serving.sinks.publisher import SinkPublisher
 from recpoint.serving.sinks.reader import SinkReader
 from recpoint.serving.sinks.verification import verify
-from tests.catalog_builder import new_run, tables
+from tests.catalog_builder import Table, new_run, tables
 from tests.consolidation import merge
 from tests.followed_run import Trainer, validated
+from tests.grown_training import MORE_ROWS, RULE, training
+from tests.polling import until
 from tests.redis_server import redis_server
+from tests.training_builder import ROWS, Place, checkpointer, train
 
 
 class _Stopped(Exception):
@@ -259,3 +271,53 @@ def test_another_publisher_that_writes_is_named(trainer: Trainer, url: str) -> N
             SinkPublisher(trainer.run.url, open_sink(url)).poll()
     SinkPublisher(trainer.run.url, open_sink(url)).poll()
     require(open_sink(url), trainer, 2)
+
+
+@in_each
+def test_tables_of_other_dtypes_and_in_columns_arrive(tmp_path: Path, sink: Sink) -> None:
+    run = new_run(tmp_path / "pieces")
+    run.claim(None)
+    tables = [
+        Table("half", torch.randn(40, 3).bfloat16()),
+        Table("double", torch.randn(7, 5).double()),
+        *Table("columns", torch.randn(60, 8)).cut([3]),
+    ]
+    trainer = Trainer(run, tables)
+    publisher = SinkPublisher(run.url, sink)
+    for step in (1, 2, 3):
+        trainer.commit(step)
+        publisher.poll()
+        whole = {t.name: v for t, v in zip(tables, trainer.at[step], strict=True)}
+        with SinkReader(sink.url).reading() as version:
+            for name, values in whole.items():
+                rows = version.lookup(name, torch.arange(len(values)))
+                assert torch.equal(rows.view(torch.uint8), values.view(torch.uint8))
+        assert verify(run, sink).differences == []
+
+
+def test_a_table_that_grew_arrives(tmp_path: Path, sink: Sink) -> None:
+    place = Place(str(tmp_path / "grown"), tmp_path / "staging")
+    trained = training(ROWS, "sparse adam")
+    with place.agent(), checkpointer(trained, place, when_busy="wait") as checkpoints:
+        checkpoints.restore()
+        publisher = SinkPublisher(place.run, sink)
+        for rows in (ROWS, MORE_ROWS):
+            if rows > ROWS:
+                recpoint.grow(trained.model, trained.optimizers, "users", rows, initial=RULE)
+            train(trained, checkpoints, 4)
+            until(lambda: checkpoints.stats.committed == checkpoints.batches_done // 2)
+            publisher.poll()
+            with SinkReader(sink.url).reading() as version:
+                weight = version.lookup("users", torch.arange(rows))
+            assert torch.equal(weight, trained.model.users.weight.detach())
+            assert verify(Run.open(open_store(place.run)), sink).differences == []
+        checkpoints.close(final=False)
+
+
+@pytest.mark.parametrize(
+    "wrong_url",
+    ["redis://h/0?foo=1", "redis://h/0?socket_timeout=x", "sqlite:", "parquet://h/a", "ftp://h"],
+)
+def test_a_url_that_names_no_sink_is_refused(wrong_url: str) -> None:
+    with pytest.raises(SettingsError, match="publish-to-a-store"):
+        open_sink(wrong_url)
