@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from recpoint.embeddings.tables.tables import Table, plain_tables
 from recpoint.errors import SettingsError
-from recpoint.format.first_values import FirstValueRule, uniform_values
+from recpoint.format.first_values import FirstValueRule
+from recpoint.kernels.first_values import uniform_values
 
 __all__ = ["Initial", "Uniform", "fill", "fill_rows", "first_values", "padding_row", "stored_rule"]
 
@@ -76,7 +77,7 @@ class Uniform:
         """See `Initial`."""
         return uniform_values(
             zlib.crc32(table.encode()) << 32 | self.seed,
-            ids,
+            ids.contiguous(),
             low=self.low,
             high=self.high,
             row_values=dim,

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from recpoint.embeddings.keyed.stored_state import LOOKUPS_PER_COLUMN
 from recpoint.errors import SettingsError
-from recpoint.format.first_values import mixed
 from recpoint.kernels.key_sketch import DEPTH, MOST_COUNT, KeySketch
 
 __all__ = ["Admission", "EachKey", "KeyGate", "Probability", "Seen"]
@@ -179,8 +178,8 @@ class Probability:
 
     def admitted(self, keys: Tensor, steps: int) -> Tensor:
         """Return those of `keys` that are admitted after so many `steps`; see `KeyGate`."""
-        words = mixed(keys.numpy().astype(np.uint64)) + np.uint64(steps)
-        unit = (mixed(words) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+        words = _mixed(keys.numpy().astype(np.uint64)) + np.uint64(steps)
+        unit = (_mixed(words) >> np.uint64(11)).astype(np.float64) * 2.0**-53
         return keys[torch.from_numpy(unit < self.share)]
 
 
@@ -199,3 +198,11 @@ class _GateWithoutState:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         pass
+
+
+def _mixed(words: np.ndarray[Any, np.dtype[np.uint64]]) -> np.ndarray[Any, np.dtype[np.uint64]]:
+    """Return the SplitMix64 hash of each word: uint64 of the same shape."""
+    words = words * np.uint64(0x9E3779B97F4A7C15)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        words = (words ^ (words >> np.uint64(shift))) * np.uint64(factor)
+    return words ^ (words >> np.uint64(31))

@@ -38,7 +38,7 @@ def refuse_caller(module: nn.Module, weight: Tensor, subject: str) -> None:
         found = "a weight in place of its parameter, which is not what the optimizer steps"
         expected = "a parameter, into which rows of new keys can be written"
         next_step = "leave the table out of torch.func.functional_call and of parametrizations"
-    elif weight.is_cpu and weight.is_shared():
+    elif weight.is_cpu and weight.untyped_storage().is_shared():
         found = "a weight whose memory processes share, while each has its own keys"
         expected, next_step = "one process that trains", "do not call share_memory()"
     elif torch._C._get_tracing_state() is not None:

@@ -258,9 +258,10 @@ class SlotValues:
         self, optimizers: Sequence[Optimizer]
     ) -> Iterator[tuple[Optimizer, Mapping[str, Any]]]:
         """Yield each optimizer that has the weight, with its group."""
+        weight = self.weight
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                if any(parameter is self.weight for parameter in group["params"]):
+                if any(parameter is weight for parameter in group["params"]):
                     yield optimizer, group
 
     def _refused(self, found: str) -> SettingsError:

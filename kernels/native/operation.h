@@ -61,6 +61,11 @@ struct Argument<float> {
 };
 
 template <>
+struct Argument<double> {
+    static double from(PyObject* given) { return PyFloat_AsDouble(given); }
+};
+
+template <>
 struct Argument<PyObject*> {
     static PyObject* from(PyObject* given) { return given; }
 };

@@ -27,6 +27,7 @@ _COMPARED = (
     "test_dirty_bitmap",
     "test_dirty_rows",
     "test_erasure",
+    "test_first_values",
     "test_key_map",
     "test_key_order",
     "test_key_sketch",

@@ -49,6 +49,7 @@ def _on_cuda() -> set[tuple[str | None, str]]:
         "copy_ahead",
         "dirty_rows",
         "erasure",
+        "first_values",
         "key_map",
         "key_order",
         "key_sketch",
