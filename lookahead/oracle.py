@@ -105,6 +105,11 @@ class Oracle:
         return self.capacity - self._map.size + self._map.evictable(self._released)
 
     @property
+    def unused(self) -> int:
+        """Slots that no row has."""
+        return self.capacity - self._map.size
+
+    @property
     def size_bytes(self) -> int:
         """Bytes of memory. They follow the capacity, not the rows of the table."""
         return self._map.size_bytes

@@ -1,16 +1,17 @@
 """Keeps the rows of tables that training needs in memory, and all others at their home.
 
 Read the modules in this order: `slots.py` (the rows in use), `gradients.py` (their gradients),
-`residents.py` (which of them must stay), `progress.py` (at which batch a cache is), `mover.py` (the
-home thread, which moves rows between slots and home), `planner.py` (plans the rows of batches and
-hands these out), `slot_lookups.py` (the slots of rows that a module looks up), `cuts.py` with
-`changed_rows.py` and `view.py` (all rows of one moment, for a checkpoint), `steps.py` (the steps of
-optimizers), `cache.py` (puts these parts together), `lookup_hooks.py` (gives modules slots in place
-of ids), `lookup_places.py` (where a lookup reads its rows), `cached_keys.py` (the rows of keyed
-tables), `cached_table.py` (a cached table as the rest of recpoint sees it), `refused_uses.py` (uses
-of a cached model that are refused), `reader_plans.py` (plans the batches of a reader), `install.py`
-(puts a model's tables into a cache) and `clipping.py` (clips gradients by one norm on all ranks).
-`call_thread.py` has the thread that does calls in order.
+`reserved_slots.py` (which are kept free for new keys), `residents.py` (which rows must stay),
+`progress.py` (at which batch a cache is), `mover.py` (the home thread, which moves rows between
+slots and home), `planner.py` (plans the rows of batches and hands these out), `slot_lookups.py`
+(the slots of rows that a module looks up), `cuts.py` with `changed_rows.py` and `view.py` (all rows
+of one moment, for a checkpoint), `steps.py` (the steps of optimizers), `cache.py` (puts these parts
+together), `lookup_hooks.py` (gives modules slots in place of ids), `lookup_places.py` (where a
+lookup reads its rows), `cached_keys.py` (the rows of keyed tables), `cached_table.py` (a cached
+table as the rest of recpoint sees it), `refused_uses.py` (uses of a cached model that are refused),
+`reader_plans.py` (plans the batches of a reader), `install.py` (puts a model's tables into a cache)
+and `clipping.py` (clips gradients by one norm on all ranks). `call_thread.py` has the thread that
+does calls in order.
 
 `trainers.py` says what a cache asks of other trainers that share its rows, and answers for a single
 trainer; `shared.py` answers for the ranks of a data-parallel job. It stands on `rank_channels.py`

@@ -39,6 +39,7 @@ from recpoint.embeddings.cache.steps import Steps, follow_steps
 from recpoint.embeddings.cache.trainers import OneTrainer, Trainers
 from recpoint.embeddings.cache.view import CacheView
 from recpoint.embeddings.home.contract import Home
+from recpoint.interrupts import held
 
 __all__ = ["Cache", "cache_of_one", "caches_of"]
 
@@ -271,9 +272,12 @@ class Cache:
         for part_ids, part_values in zip(
             ids.split(most_rows), values.split(most_rows), strict=True
         ):
-            part_slots = self._lookups.of_rows(rows, part_ids, trains=False)
-            self._steps.will_change(rows, part_slots)
-            rows.slots.put_new(part_slots, part_values)
+            with held():  # a slot that has a row must get its values
+                part_slots = self._lookups.slots_to_begin(
+                    rows, part_ids, saves_rows=self._cuts.saves_rows
+                )
+                self._steps.will_change(rows, part_slots)
+                rows.slots.put_new(part_slots, part_values)
 
     def add_rows(self, name: str, rows: int, initial: FirstValues) -> None:
         """Give a table more rows. It keeps its slots.

@@ -5,7 +5,8 @@ slots are the rows of the table here: a row of the cache, and a record at home, 
 the keyed table, whichever key has it. A slot whose key changes begins anew in the cache. Its old
 row is not written back.
 
-Plans are hints: the keys of coming batches that have slots now name the rows that are brought.
+Plans are hints: the keys of coming batches that have slots now name the rows that are brought, and
+the cache keeps a slot free for each key that has none (`reserved_slots.py`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from recpoint.catalog.restore.state import canonical_name
 from recpoint.embeddings.cache.cache import Cache
 from recpoint.embeddings.cache.lookup_places import rows_of_lookup
 from recpoint.embeddings.cache.refused_uses import copy_refused, loaded_state_refused
+from recpoint.embeddings.cache.reserved_slots import ReservedSlots
 from recpoint.embeddings.cache.residents import CachedRows
 from recpoint.embeddings.cache.slots import TableSlots
 from recpoint.embeddings.home.ranks import rank_and_count
@@ -173,7 +175,7 @@ def rows_of_keyed(name: str, module: KeyedLookup, capacity: int) -> CachedRows:
     def zeros(ids: Tensor) -> Tensor:
         return torch.zeros(len(ids), slots.dim, dtype=slots.weight.dtype, device="cpu")
 
-    return CachedRows(slots, zeros, None, rows_of_keys=keys.find)
+    return CachedRows(slots, zeros, None, reserved=ReservedSlots(keys, slots))
 
 
 def keyed_lookups_of(module: nn.Module) -> CachedKeys | None:

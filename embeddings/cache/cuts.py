@@ -49,6 +49,11 @@ class Cuts:
         self._views: list[SavesRows] = []  # whose rows in slots are not copied yet
         self._prepared: _Frozen | None = None  # by `prepare`, for the next view
 
+    @property
+    def saves_rows(self) -> bool:
+        """Whether rows have to be saved before they change."""
+        return bool(self._views)
+
     def save(self, name: str, slots: Tensor) -> None:
         """Have all views save rows of a table that are about to change, int64 [n] slots."""
         with self._lock:

@@ -19,6 +19,7 @@ from torch import Tensor
 from recpoint.embeddings.cache.call_thread import CallThread
 from recpoint.embeddings.cache.meeting import Meeting
 from recpoint.embeddings.cache.progress import CacheStats
+from recpoint.embeddings.cache.reserved_slots import FIRST_RESERVED
 from recpoint.embeddings.cache.residents import CachedRows, FirstValues
 from recpoint.embeddings.cache.turns import Act
 from recpoint.embeddings.home.contract import FrozenRows, Home, TableRows
@@ -124,10 +125,17 @@ class Mover:
             rows.slots.ids[step.evicted_slots] = -1
         # No row that enters a slot next is still being written back.
         self.meeting.meet(Act.MOVE_ROWS, batch)
-        entering = [(rows, step) for rows, step in moves if step.fetched_ids.numel()]
-        read = self._read_home([(rows, step.fetched_ids) for rows, step in entering])
-        for (rows, step), (records, is_at_home) in zip(entering, read, strict=True):
-            self._put(rows, step.fetched_ids, step.fetched_slots, records, is_at_home)
+        entering = []
+        for rows, step in moves:
+            # Ids are ascending: reserved slots come last.
+            count = int(torch.searchsorted(step.fetched_ids, FIRST_RESERVED))
+            reserved = step.fetched_slots[count:]
+            rows.slots.enter(torch.full_like(reserved, -1), reserved)
+            if count:
+                entering.append((rows, step.fetched_ids[:count], step.fetched_slots[:count]))
+        read = self._read_home([(rows, ids) for rows, ids, _ in entering])
+        for (rows, ids, chosen_slots), (records, is_at_home) in zip(entering, read, strict=True):
+            self._put(rows, ids, chosen_slots, records, is_at_home)
 
     def write_back(self, changed: Sequence[TableRows]) -> None:
         """Write rows of several tables to the home. Only the home thread calls it."""
@@ -183,9 +191,7 @@ class Mover:
                 slots.put(chosen_slots[is_at_home], records[is_at_home])
             if new_values is not None:
                 slots.put_new(chosen_slots[is_new], new_values)
-            slots.ids[chosen_slots] = ids
-            slots.changed[chosen_slots] = False
-            slots.ready[chosen_slots] = True
+            slots.enter(ids, chosen_slots)
         self._stats.fetched_rows += ids.numel()
         if records is not None:
             self._stats.fetched_bytes += int(is_at_home.sum()) * records.shape[1]

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from recpoint.embeddings.cache.gradients import SlotGradients
+from recpoint.embeddings.cache.reserved_slots import ReservedSlots
 from recpoint.embeddings.cache.slots import TableSlots
 from recpoint.embeddings.tables.optimizers import Watched
 from recpoint.embeddings.tables.tables import Marker
 from recpoint.errors import SettingsError
 from recpoint.format.first_values import FirstValueRule
-from recpoint.lookahead.oracle import Oracle
+from recpoint.lookahead.oracle import Oracle, Step
 from recpoint.lookahead.shared_oracle import SharedOracle
 
 __all__ = ["NO_IDS", "CachedRows", "FirstValues"]
@@ -47,8 +48,8 @@ class CachedRows:
         is_trained: a step has changed rows, on any rank that shares the table.
         rule: the rule that gives rows their first values, as checkpoints name it; None: they name
             none. Rows that the table has got later may have another rule.
-        rows_of_keys: returns the rows that keys, int64 [n], have now, 0 for none; None: ids are
-            row numbers.
+        reserved: keeps slots for the rows of new keys, in which case plans are of keys; None: ids
+            are row numbers.
     """
 
     def __init__(
@@ -57,11 +58,11 @@ class CachedRows:
         initial: FirstValues,
         storage: Tensor | None,
         rule: FirstValueRule | None = None,
-        rows_of_keys: Callable[[Tensor], Tensor] | None = None,
+        reserved: ReservedSlots | None = None,
     ) -> None:
         self.slots = slots
         self.rule = rule
-        self.rows_of_keys = rows_of_keys
+        self.reserved = reserved
         self.part = range(slots.rows)
         self.initial = initial
         #: First values of the rows that the home does not get from `storage`.
@@ -108,15 +109,31 @@ class CachedRows:
         self.slots.rows = rows
         self.part = range(rows)
 
-    def coming_rows(self, ids: Tensor | None) -> Tensor:
-        """Return the rows that a coming batch probably looks up, without the padding row.
+    def expect(self, oracle: Oracle, ids: Tensor | None) -> None:
+        """Expect what a batch looks up; see `Oracle.expect`.
 
         Args:
-            ids: int32 or int64 [n], on the CPU: what it looks up; None: nothing.
+            oracle: the table's.
+            ids: int32 or int64 [n], on the CPU; None: nothing.
         """
-        if ids is not None and self.rows_of_keys is not None:
-            ids = self.rows_of_keys(ids.long())
-        return self.slots.in_range(ids)
+        if ids is not None and self.reserved is not None:
+            ids = self.reserved.rows_of(ids.long())
+        oracle.expect(self.slots.in_range(ids))
+
+    def plan(self, oracle: Oracle, ids: Tensor | None, *, batch: int) -> Step | None:
+        """Plan what a batch looks up; see `Oracle.plan`.
+
+        Args:
+            oracle: the table's.
+            ids: int32 or int64 [n], on the CPU; None: nothing.
+            batch: the batch that training is at.
+
+        Raises:
+            CapacityError: see `Oracle.plan`.
+        """
+        if self.reserved is not None:
+            return self.reserved.plan(oracle, ids, batch=batch)
+        return oracle.plan(self.slots.in_range(ids))
 
     @property
     def since(self) -> int | None:

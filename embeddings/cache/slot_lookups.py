@@ -67,6 +67,34 @@ class SlotLookups:
             rows.note_lookup(flat_ids, slots, self._progress.batch)
         return slots
 
+    def slots_to_begin(self, rows: CachedRows, ids: Tensor, *, saves_rows: bool) -> Tensor:
+        """Return the slots of rows that begin anew, whatever their values are: int64 [n].
+
+        Args:
+            rows: the table.
+            ids: int64 [n], all different, without the padding row.
+            saves_rows: a cut may want the rows as they are now, so that they have to be in slots.
+        """
+        slots = self._trainers.find(rows, ids, None)
+        is_missing = slots < 0
+        missing_count = int(is_missing.sum())
+        if bool(rows.slots.ready[slots[~is_missing]].all()):
+            if not missing_count:
+                return slots
+            batch = self._progress.batch
+            oracle = self._trainers.oracle_outside_plans(rows)
+            reserved = rows.reserved
+            if (
+                not saves_rows
+                and reserved is not None
+                and reserved.free(oracle, missing_count, batch=batch)
+            ):
+                step = oracle.claim(ids[is_missing], hold=batch)
+                assert step is not None and not step.evicted_ids.numel()
+                rows.slots.enter(step.fetched_ids, step.fetched_slots)
+                return self._trainers.find(rows, ids, None)
+        return self.of_rows(rows, ids, trains=False)
+
     def _bring(self, rows: CachedRows, flat_ids: Tensor, hold: int | None) -> Tensor:
         """Bring rows that are looked up outside a plan."""
         last_row = rows.slots.rows - 1

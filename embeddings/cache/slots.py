@@ -276,6 +276,12 @@ class TableSlots:
         for field, (_, array) in zip(layout.fields, self.arrays(), strict=True):
             array.index_copy_(0, chosen_slots, layout.array(records, field).to(array.device))
 
+    def enter(self, ids: Tensor, slots: Tensor) -> None:
+        """Take note that rows, int64 [n], are in slots, int64 [n], from now on."""
+        self.ids[slots] = ids
+        self.changed[slots] = False
+        self.ready[slots] = True
+
     def put_new(self, slots: Tensor, values: Tensor) -> None:
         """Write rows that were never trained: their values [n, dim], and new row states."""
         chosen_slots = slots.to(self.weight.device)

@@ -220,6 +220,8 @@ class OneTrainer(Trainers):
         """Give each table an oracle by which no row has a slot."""
         for name, rows in self._tables.items():
             rows.oracle = self._oracles[name] = Oracle(rows.slots.capacity)
+            if rows.reserved is not None:
+                rows.reserved.forget()
             rows.oracle.plan(NO_IDS)  # batch 1 stands for the time before the first batch
 
     def tell(self, count: int, ids: Callable[[int], Mapping[str, Tensor]], reading: Reading) -> int:
@@ -228,11 +230,11 @@ class OneTrainer(Trainers):
 
     def expect(self, rows: CachedRows, ids: Tensor | None) -> None:
         """Keep rows in slots; see `Trainers.expect`."""
-        self._oracles[rows.slots.name].expect(rows.coming_rows(ids))
+        rows.expect(self._oracles[rows.slots.name], ids)
 
     def plan(self, rows: CachedRows, ids: Tensor | None) -> tuple[Step | None, bool]:
         """Plan a table; see `Trainers.plan`."""
-        step = self._oracles[rows.slots.name].plan(rows.coming_rows(ids))
+        step = rows.plan(self._oracles[rows.slots.name], ids, batch=self.progress.batch)
         return step, step is not None
 
     def plan_none(self, rows: CachedRows) -> None:

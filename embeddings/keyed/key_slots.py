@@ -110,6 +110,20 @@ class KeySlots:
         self._settle()
         return self._map.find(keys.contiguous())
 
+    def coming(self, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what a lookup of training would find now. Changes nothing.
+
+        Args:
+            keys: int64 [n]; keys may come several times.
+
+        Returns:
+            The slot of each key, or 0: int64 [n]; and the keys that would get one: int64 [m], all
+            different.
+        """
+        self._settle()
+        slots, missing_keys = self._map.find_or_list(keys.contiguous())
+        return slots, self._gate.admitted(missing_keys, self.steps)
+
     def take(self, keys: Tensor) -> Tensor:
         """Return the slot of each key that training looks up, or 0 for keys without a slot.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ from recpoint.catalog.run.run import Run
 from recpoint.catalog.store.store import open_store
 from recpoint.embeddings import Uniform, cached, local
 from recpoint.embeddings.cache.lookup_hooks import cache_of
-from recpoint.embeddings.home.contract import Home
+from recpoint.embeddings.home.contract import FrozenRows, Home
+from recpoint.embeddings.home.memory import MemoryHome
 from recpoint.embeddings.parity.stripes import Parity
 from recpoint.embeddings.server.home import ServedHome
 from recpoint.embeddings.server.processes import servers
@@ -214,6 +216,59 @@ def test_checkpoints_are_those_of_a_training_without_a_cache(place: Place, tmp_p
         assert validate(run, ManifestName(12, 1), level="full").passed
     assert stored[0] == stored[1]
     assert [kind for kind, *_ in stored[0][0]] == ["full", "increment", "increment"]
+
+
+def test_new_keys_of_planned_batches_find_a_slot_that_is_free() -> None:
+    plain, behind = pair(local(), 26, cached_rows={"users": 24}, window=2)
+    train_both((plain, behind), 80)
+    assert state_of(behind) == state_of(plain)
+    assert plain.model.users.counts.evicted > 20
+    cache = cache_of(behind.model)
+    assert cache is not None
+    assert cache.stats.misses == cache.stats.fetched_bytes == 0 and cache.stats.written_rows > 20
+
+
+class SlowHome(MemoryHome):
+    """A home whose frozen rows are there as late as a test wants."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_freeze = threading.Event()
+
+    def freeze(self, table: str, rows: range) -> FrozenRows:
+        assert self.may_freeze.wait(60)
+        return super().freeze(table, rows)
+
+
+def test_a_checkpoint_has_the_keys_and_rows_of_its_cut_however_late_they_are_read(
+    place: Place,
+) -> None:
+    home = SlowHome()
+    uninterrupted, behind = pair(home, 14, cached_rows={"users": 15})
+    train_both((uninterrupted,), 18)
+    with keyed_checkpointer(behind, place) as ckpt:
+        ckpt.restore()
+        for _ in range(18):
+            behind.batch()
+            ckpt.step()
+        cache = cache_of(behind.model)
+        assert cache is not None
+        rows = cache.tables["users"]
+        cache.mover.submit(lambda: cache.mover.put_at_home(rows)).result()
+        evicted = behind.model.users.counts.evicted
+        assert ckpt.checkpoint()
+        for _ in range(6):  # before the home thread has copied what is in slots
+            behind.batch()
+        assert behind.model.users.counts.evicted > evicted
+        home.may_freeze.set()
+        until(lambda: place.persist_all() > 0)
+        until(lambda: ckpt.stats.committed == 1)
+        ckpt.close(final=False)
+    resumed = KeyedTraining(14)
+    with keyed_checkpointer(resumed, place) as ckpt:
+        ckpt.restore()
+        assert ckpt.batches_done == 18
+        assert state_of(resumed) == state_of(uninterrupted)
 
 
 @pytest.mark.parametrize("capacity_rows", [12, 60])
