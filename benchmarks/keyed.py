@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from benchmarks import first_values, key_eviction, key_map, keyed_quality, keyed_training
+from benchmarks import (
+    first_values,
+    key_eviction,
+    key_map,
+    keyed_checkpoints,
+    keyed_quality,
+    keyed_training,
+)
 from benchmarks.report import Report
 
 __all__ = ["KEYS", "run"]
@@ -12,6 +19,7 @@ KEYS = (
     *key_eviction.KEYS,
     *first_values.KEYS,
     *keyed_training.KEYS,
+    *keyed_checkpoints.KEYS,
     *keyed_quality.KEYS,
 )
 
@@ -23,6 +31,7 @@ def run(*, smoke: bool) -> Report:
     key_eviction.measure(report, smoke=smoke)
     first_values.measure(report, smoke=smoke)
     keyed_training.measure(report, smoke=smoke)
+    keyed_checkpoints.measure(report, smoke=smoke)
     keyed_quality.measure(report, smoke=smoke)
     report.notes.append("The table: millions in a second of one core, in batches of 50,000 keys.")
     return report

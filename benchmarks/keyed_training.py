@@ -25,7 +25,7 @@ from benchmarks.workload import examples_on_path
 from recpoint import KeyedEmbedding
 from recpoint.embeddings import Uniform
 
-__all__ = ["KEYS", "measure"]
+__all__ = ["KEYS", "Ids", "Side", "looked_up_slots", "measure"]
 
 KEYS = ("vs_embedding",)
 
@@ -39,7 +39,6 @@ _ODD = np.uint64(0x9E3779B97F4A7C15)  # spreads numbers over all 64 bits
 def measure(report: Report, *, smoke: bool) -> None:
     """Add the figure `vs_embedding`."""
     torch.sparse.check_sparse_tensor_invariants.disable()
-    examples_on_path()
     ids_in_use, samples, batches = (2_000, 64, 12) if smoke else (100_000, 2_048, 300)
     _gate()
     threads = torch.get_num_threads()
@@ -50,19 +49,26 @@ def measure(report: Report, *, smoke: bool) -> None:
         torch.set_num_threads(threads)
 
 
-class _Side:
-    """One of the two models, with its optimizers."""
+class Side:
+    """One of the two models, with its optimizers.
 
-    def __init__(self, rows: int, *, keyed: bool) -> None:
+    Args:
+        rows: of each table.
+        keyed: whether its tables are keyed.
+        dim: values in a row.
+    """
+
+    def __init__(self, rows: int, *, keyed: bool, dim: int = _DIM) -> None:
+        examples_on_path()
         from train_dlrm import DLRM
 
         torch.manual_seed(0)
-        self.model: Any = DLRM({f"c{number}": 1 for number in range(_TABLES)}, _DENSE, dim=_DIM)
+        self.model: Any = DLRM({f"c{number}": 1 for number in range(_TABLES)}, _DENSE, dim=dim)
         for name in self.model.tables:
             self.model.tables[name] = (
-                KeyedEmbedding(_DIM, rows, initial=Uniform(), sparse=True)
+                KeyedEmbedding(dim, rows, initial=Uniform(), sparse=True)
                 if keyed
-                else nn.Embedding(rows + 1, _DIM, padding_idx=0, sparse=True)
+                else nn.Embedding(rows + 1, dim, padding_idx=0, sparse=True)
             )
         dense = [p for name, p in self.model.named_parameters() if not name.startswith("tables")]
         self.optimizers = [
@@ -71,7 +77,14 @@ class _Side:
         ]
 
     def tables(self) -> list[Any]:
+        """Return the tables, in the order of the columns of ids."""
         return list(self.model.tables.values())
+
+    def fill(self, ids: Ids) -> None:
+        """Give the ids in use rows of the keyed tables."""
+        for column, table in enumerate(self.tables()):
+            table(torch.from_numpy(ids.in_use[column].astype(np.int64)))
+        self.optimizers[0].step()  # without gradients: the rows of this lookup may leave now
 
     def step(self, dense: Tensor, ids: Tensor) -> float:
         """Train a batch; return its seconds. `ids` are int64 [samples, tables]."""
@@ -85,7 +98,7 @@ class _Side:
         return thread_time() - start
 
 
-class _Ids:
+class Ids:
     """Ids of a table each, drawn by a Zipf law, of which some are new after a while."""
 
     def __init__(self, ids_in_use: int) -> None:
@@ -114,14 +127,15 @@ class _Ids:
         return dense, torch.from_numpy(ids.T.astype(np.int64))
 
 
-def _slots(keyed: _Side, ids: Tensor) -> Tensor:
+def looked_up_slots(keyed: Side, ids: Tensor) -> Tensor:
+    """Return the slots that keyed tables have given to ids, int64 [samples, tables]."""
     columns = [table.slots.find(ids[:, c]) for c, table in enumerate(keyed.tables())]
     return torch.stack(columns, dim=1)
 
 
 def _gate() -> None:
     """Raise AssertionError if both sides do not compute the same bits while no row leaves."""
-    ids, keyed, plain = _Ids(50), _Side(50, keyed=True), _Side(50, keyed=False)
+    ids, keyed, plain = Ids(50), Side(50, keyed=True), Side(50, keyed=False)
     batches = [ids.batch(40) for _ in range(3)]
     for _, keys in batches:
         for column, table in enumerate(keyed.tables()):
@@ -130,7 +144,7 @@ def _gate() -> None:
         for own_table, table in zip(keyed.tables(), plain.tables(), strict=True):
             table.weight.copy_(own_table.weight)
     for dense, keys in batches:
-        plain.step(dense, _slots(keyed, keys))
+        plain.step(dense, looked_up_slots(keyed, keys))
         keyed.step(dense, keys)
     parameters = zip(keyed.model.parameters(), plain.model.parameters(), strict=True)
     if not all(torch.equal(own, other) for own, other in parameters):
@@ -138,11 +152,9 @@ def _gate() -> None:
 
 
 def _measure(report: Report, ids_in_use: int, samples: int, batches: int) -> None:
-    ids = _Ids(ids_in_use)
-    keyed, plain = _Side(ids_in_use, keyed=True), _Side(ids_in_use, keyed=False)
-    for column, table in enumerate(keyed.tables()):
-        table(torch.from_numpy(ids.in_use[column].astype(np.int64)))
-    keyed.optimizers[0].step()  # without gradients: the rows of this lookup may leave now
+    ids = Ids(ids_in_use)
+    keyed, plain = Side(ids_in_use, keyed=True), Side(ids_in_use, keyed=False)
+    keyed.fill(ids)
     keyed_s: list[float] = []
     plain_s: list[float] = []
     for batch in range(batches):
@@ -150,7 +162,7 @@ def _measure(report: Report, ids_in_use: int, samples: int, batches: int) -> Non
             ids.renew()
         dense, keys = ids.batch(samples)
         keyed_seconds = keyed.step(dense, keys)
-        plain_seconds = plain.step(dense, _slots(keyed, keys))
+        plain_seconds = plain.step(dense, looked_up_slots(keyed, keys))
         if batch >= min(20, batches // 2):  # the first steps warm up
             keyed_s.append(keyed_seconds)
             plain_s.append(plain_seconds)

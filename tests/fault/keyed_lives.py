@@ -48,8 +48,8 @@ RULES: Final[dict[str, dict[str, Any]]] = {
 
 
 def _kill_at_any_moment(seed: int) -> None:
-    """Kill this process within the time of its training, from another thread."""
-    time.sleep(random.Random(seed).random() * 0.5)
+    """Kill this process while it restores or trains, from another thread."""
+    time.sleep(random.Random(seed).random() * 0.7)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -59,6 +59,8 @@ def keyed_life(
     kill_in: int | None = None,
     moment: Moment = "lookup",
     is_cached: bool = False,
+    last_batch: int = LAST_BATCH,
+    capacity_factor: int = 1,
 ) -> None:
     """Train tables of all rules to the end, and save all state; or die.
 
@@ -68,15 +70,23 @@ def keyed_life(
             the moment; None: it is not.
         moment: where in that batch.
         is_cached: rows are in a cache, which has fewer slots than tables, and in files.
+        last_batch: number of the last batch.
+        capacity_factor: tables have so many times the rows.
     """
+    if moment == "any" and kill_in is not None:
+        threading.Thread(target=_kill_at_any_moment, args=(kill_in,), daemon=True).start()
     torch.set_num_threads(1)
     seed_everything(1)
     folder = Path(place)
     initial = Uniform(seed=2)
     model = torch.nn.ModuleDict()
     for rule, settings in RULES.items():
-        model[f"{rule} users"] = KeyedEmbedding(4, 14, sparse=True, initial=initial, **settings)
-        model[f"{rule} bags"] = KeyedEmbeddingBag(4, 9, mode="sum", initial=initial, **settings)
+        model[f"{rule} users"] = KeyedEmbedding(
+            4, 14 * capacity_factor, sparse=True, initial=initial, **settings
+        )
+        model[f"{rule} bags"] = KeyedEmbeddingBag(
+            4, 9 * capacity_factor, mode="sum", initial=initial, **settings
+        )
     if is_cached:
         cached(model, local(folder / "home"), dict.fromkeys(model, 7))
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1, initial_accumulator_value=0.5)
@@ -95,9 +105,7 @@ def keyed_life(
     ):
         checkpoints.restore()
         first = checkpoints.batches_done
-        if moment == "any" and kill_in is not None:
-            threading.Thread(target=_kill_at_any_moment, args=(kill_in,), daemon=True).start()
-        for keys, target in checkpoints.batches(total=LAST_BATCH):
+        for keys, target in checkpoints.batches(total=last_batch):
             number = checkpoints.batches_done + 1
             due = (number - 1) // INTERVAL - first // INTERVAL
             until(partial(_has_committed, checkpoints, due))

@@ -33,6 +33,12 @@ _CALLS = (
 )
 
 
+def _listed(result: Any) -> Any:
+    if isinstance(result, tuple):
+        return [_listed(part) for part in result]
+    return result.tolist() if isinstance(result, Tensor) else result
+
+
 class _BothMaps:
     """A map and its reference, called alike."""
 
@@ -49,7 +55,7 @@ class _BothMaps:
                 result = getattr(slots, name)(*arguments)
             except ValueError as error:
                 result = str(error)
-            results.append(result.tolist() if isinstance(result, Tensor) else result)
+            results.append(_listed(result))
         assert results[0] == results[1]
         return results[0]
 
@@ -77,9 +83,13 @@ class _BothMaps:
     def compare(self) -> None:
         assert torch.equal(self.fast.slot_keys, self.plain.slot_keys)
         assert len(self.fast) == len(self.plain)
-        self.call("find", torch.tensor(sorted(self.seen_keys), dtype=torch.int64))
+        asked = torch.tensor([*sorted(self.seen_keys), *self.seen_keys], dtype=torch.int64)
+        self.call("find", asked)
+        self.call("find_or_list", asked)
         self.call("free_slots", 7)
-        self.call("taken_slots")
+        taken = torch.tensor(self.call("taken_slots"), dtype=torch.int64)
+        leaving = taken[::2].contiguous()
+        self.call("choose_slots", len(leaving) + len(taken) % 4, leaving)
 
 
 @settings(max_examples=examples(400), deadline=None)

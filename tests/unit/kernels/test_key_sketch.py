@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from recpoint.kernels.key_sketch import DEPTH, MOST_COUNT, KeySketch, reference
+from tests.key_collisions import keys_of_tag
 
 KERNELS = pytest.mark.parametrize("kernel", [KeySketch, reference.KeySketch])
 
@@ -39,6 +40,19 @@ def test_it_is_the_reference_and_never_counts_too_few(width: int) -> None:
     assert all(e >= counts[key] for key, e in zip(universe, fast.estimate(asked), strict=True))
     if width == 1_000:
         assert fast.estimate(asked).tolist() == [counts[key] for key in universe]
+
+
+@KERNELS
+def test_keys_that_share_all_cells_are_counted_together(kernel: Any) -> None:
+    """Whoever knows the hash, which stored sketches fix, can make such keys: none gets too few."""
+    first, second = keys_of_tag(1 << 31, (6, 7))  # the step between cells leaves out the last bit
+    sketch = kernel(_empty(1_000))
+    sketch.add(torch.tensor([first, second]))
+    sketch.add(torch.tensor([first]))
+    assert sketch.estimate(torch.tensor([first, second])).tolist() == [2, 2]
+    sketch.add(torch.tensor([second]))
+    assert sketch.estimate(torch.tensor([second, first])).tolist() == [3, 3]
+    assert reference.places_of(first, 1_000) == reference.places_of(second, 1_000)
 
 
 @KERNELS
