@@ -170,6 +170,7 @@ COLLISION_SETTINGS: Final = (
 )
 ROWS_AND_IDS: Final = "name a table and the dense tensors that map its ids together, or neither"
 MAPPED_TABLE: Final = "restore the whole checkpoint: restore() without partial and seed"
+STATE_OF_KEYS: Final = 'leave out optimizer_states="carry"; a whole restore() keeps them'
 SOURCE_ONLY_HERE: Final = "build these tables without that library, as the checkpoint had them"
 SOURCE_ONLY_THERE: Final = "build these tables with that library, as the checkpoint had them"
 SCHEDULER_COUNT: Final = (

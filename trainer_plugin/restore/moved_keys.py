@@ -11,7 +11,6 @@ have here:
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from recpoint.catalog.restore.keyed_rows import KEY, KEYED_STATES, LAST_USE, has_keys, used_rows
+from recpoint.catalog.restore.keyed_rows import KEY, KEYED_STATES, LAST_USE, has_keys
 from recpoint.catalog.restore.placement import TablePart
 from recpoint.catalog.restore.rows import LogicalTable
 from recpoint.embeddings.cache.cached_keys import CachedKeys
@@ -29,13 +28,12 @@ from recpoint.trainer_plugin import mismatches
 from recpoint.trainer_plugin.integrations.keyed import KeyedSource, KeyedTable
 from recpoint.trainer_plugin.mismatches import Mismatch
 from recpoint.trainer_plugin.restore.growth import Growth
+from recpoint.trainer_plugin.restore.kept_keys import begun_state, kept_slots
 from recpoint.trainer_plugin.restore.unkeyed_rows import place_rows_of_keys
 
 __all__ = ["MovedKeys"]
 
 _ROWS_AT_A_TIME: Final = 65_536
-
-_log = logging.getLogger("recpoint")
 
 
 class MovedKeys:
@@ -135,14 +133,7 @@ class MovedKeys:
             saved: the tree for this rank, as `model.tree_for` returned it.
         """
         begun = {
-            name: {
-                "settings": self._tables[name].slots.state_dict()["settings"],
-                "steps": 0,
-                "inserted": 0,
-                "evicted": 0,
-                "refused": 0,
-                "admission": {},
-            }
+            name: begun_state(self._tables[name].slots, steps=0)
             for name in self.names
             if not self._has_keys(name)
         }
@@ -188,7 +179,7 @@ class MovedKeys:
         first_slot = 0 if own_states else 1
         if not own_states:
             own_states = _unused(len(values), table.own_states)
-        slots = self._kept(table, own_states)
+        slots = kept_slots(table, own_states)
         places = _places(slots, capacity_rows=table.rows - 1)
         stored_rows = slots - first_slot
         if table.in_cache is None:
@@ -202,23 +193,6 @@ class MovedKeys:
         for state_name, tensor in table.own_states.items():
             tensor.fill_(-1 if state_name == LAST_USE else 0)
             tensor[places] = own_states[state_name][slots]
-
-    def _kept(self, table: KeyedTable, own_states: Mapping[str, Tensor]) -> Tensor:
-        """Return the slots of the checkpoint whose keys stay, ascending, int64 [n]."""
-        used = used_rows(own_states[LAST_USE])
-        evicted_count = max(len(used) - (table.rows - 1), 0)
-        _log.log(
-            logging.WARNING if evicted_count else logging.INFO,
-            "keyed table %r: %d keys of the checkpoint go to %d slots, and %d keys were evicted; "
-            "the next checkpoint is a full",
-            table.name,
-            len(used) - evicted_count,
-            table.rows - 1,
-            evicted_count,
-        )
-        if not evicted_count:
-            return used
-        return table.slots.leaving_order(own_states)[evicted_count:].sort().values
 
 
 def _write_home(

@@ -51,7 +51,8 @@ class Seed:
     Args:
         url: URL of the other run, or the path of a checkpoint of another tool.
         tables: names of tables; or name in this model -> name in the other checkpoint. Several
-            tables here may come from the same table there.
+            tables here may come from the same table there. A keyed table takes the rows of raw ids
+            of TorchRec's managed collisions.
         dense: names or patterns (`*`, `?`, `[…]`) of dense parameters and buffers, which must have
             the same names here and there; or name here -> name there.
         optimizer_states: "drop": the optimizers here begin anew. "carry": the optimizer state of

@@ -41,6 +41,7 @@ from recpoint.trainer_plugin.policy import BaseHistory, Policy, Tip
 from recpoint.trainer_plugin.ranks.agreement import incomplete_parts
 from recpoint.trainer_plugin.ranks.ranks import Ranks
 from recpoint.trainer_plugin.restore.growth import Growth
+from recpoint.trainer_plugin.restore.partial_target import PartialTarget
 from recpoint.trainer_plugin.restore.parts import Seed, parts_of
 from recpoint.trainer_plugin.restore.start_log import (
     tell_grown,
@@ -48,7 +49,7 @@ from recpoint.trainer_plugin.restore.start_log import (
     tell_left,
     tell_restored,
 )
-from recpoint.trainer_plugin.restore.target import ModelTarget, PartialTarget, tip_of
+from recpoint.trainer_plugin.restore.target import ModelTarget, tip_of
 from recpoint.trainer_plugin.restore.together import claim_together, restore_together
 from recpoint.trainer_plugin.restore.warm_start import WarmStart
 from recpoint.trainer_plugin.schedule.outlook import left_behind, past_of, with_left_behind

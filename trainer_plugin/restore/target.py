@@ -1,4 +1,4 @@
-"""Restores into the training process: all state, checked first, or parts that the user names."""
+"""Restores all state of a checkpoint into the training process, checked first."""
 
 from __future__ import annotations
 
@@ -8,32 +8,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recpoint.catalog.restore.keyed_rows import has_keys
 from recpoint.catalog.restore.placement import TablePart, map_parts
-from recpoint.catalog.restore.restore import dense_tensors, weight_name
 from recpoint.catalog.restore.rows import LogicalState, LogicalTable, logical_tables
 from recpoint.catalog.restore.target import RowSink, StateWanted, TableTarget
 from recpoint.embeddings.cache.cache import Cache
 from recpoint.embeddings.cache.mover import Mover
 from recpoint.embeddings.cache.residents import CachedRows
-from recpoint.embeddings.tables.managed_collisions import has_raw_ids
 from recpoint.embeddings.tables.tables import Table
 from recpoint.format.dtypes import dtype_name, torch_dtype
 from recpoint.format.manifest import Manifest
 from recpoint.kernels import dirty_bitmap
 from recpoint.trainer_plugin import mismatches
-from recpoint.trainer_plugin.mismatches import Mismatch, incompatible, renamed_table
+from recpoint.trainer_plugin.mismatches import Mismatch, incompatible
 from recpoint.trainer_plugin.policy import Tip
 from recpoint.trainer_plugin.restore.growth import Growth, stored_rows_here
 from recpoint.trainer_plugin.restore.home_sink import HomeSink
 from recpoint.trainer_plugin.restore.moved_keys import MovedKeys
-from recpoint.trainer_plugin.restore.parts import Parts, near, resolve_dense, rows_without_ids
+from recpoint.trainer_plugin.restore.table_differences import table_differences
 from recpoint.trainer_plugin.state.import_note import imported_path
-from recpoint.trainer_plugin.state.model import nearest, optimizers_for, tree_for
+from recpoint.trainer_plugin.state.model import nearest, tree_for
 from recpoint.trainer_plugin.state.training_state import OF_ALL_RANKS, OF_TRAINERS, TrainingState
-from recpoint.trainer_plugin.tables import can_hold, layout_text
 
-__all__ = ["ModelTarget", "PartialTarget", "tip_of"]
+__all__ = ["ModelTarget", "tip_of"]
 
 
 class ModelTarget:
@@ -286,165 +282,6 @@ class ModelTarget:
         )
 
 
-class PartialTarget:
-    """Restores only the tables and dense tensors that were named.
-
-    Args:
-        tables: tables of the model.
-        state: the training state outside tables.
-        parts: the parts to load.
-
-    Attributes:
-        manifest: manifest of the checkpoint; None: nothing was restored yet.
-    """
-
-    def __init__(self, tables: Sequence[Table], state: TrainingState, parts: Parts) -> None:
-        self._tables: dict[str, list[Table]] = {}  # table name -> its pieces on this rank
-        for table in tables:
-            self._tables.setdefault(table.name, []).append(table)
-        self._state = state
-        self._parts = parts
-        # Name of the table in the checkpoint -> its row states.
-        self._rows: dict[str, dict[str, Tensor]] = {}
-        self._dense: dict[str, str] = {}
-        self.manifest: Manifest | None = None
-
-    def begin(self, manifest: Manifest) -> Sequence[TableTarget | RowSink | None]:
-        """Check tables and row states, and return where rows go; see `RestoreTarget.begin`."""
-        stored_tables = logical_tables(manifest.tables)
-        differences = []
-        for new, old in self._parts.tables.items():
-            if old not in stored_tables:
-                text = f"table {old!r} is not in the checkpoint{near(old, stored_tables)}"
-                differences.append(Mismatch(text, mismatches.NAMES))
-            elif new not in self._tables:
-                text = f"table {new!r} is not in the model{near(new, self._tables)}"
-                differences.append(Mismatch(text, mismatches.NAMES))
-            else:
-                piece, stored = self._tables[new][0], stored_tables[old]
-                differences += _row_count_difference(piece, stored, may_grow=False)
-                differences += _shape_differences(piece, stored)
-                if self._tables[new][0].cached:
-                    text = f"table {new!r} is cached: only a whole checkpoint can be loaded"
-                    differences.append(Mismatch(text, mismatches.CACHED_TABLE))
-                differences += self._sharded_differences(new, old, stored)
-        if differences:
-            raise incompatible(manifest, differences, otherwise=mismatches.LIST_PARTS)
-        self._rows.clear()
-        targets = {
-            old: self._tables[new] for new, old in reversed(list(self._parts.tables.items()))
-        }
-        parts = [
-            self._part(stored_tables[old], piece)
-            for old, pieces in targets.items()
-            for piece in pieces
-        ]
-        return map_parts(manifest, parts)
-
-    def _sharded_differences(self, new: str, old: str, stored: LogicalTable) -> list[Mismatch]:
-        """Return why a sharded or fused table cannot be loaded."""
-        pieces = self._tables[new]
-        id_map = pieces[0].id_map or _stored_id_map(stored)
-        if id_map:
-            text = (
-                f"table {_renamed(new, old)} has {id_map}, and its values alone would be rows of "
-                "other ids"
-            )
-            return [Mismatch(text, mismatches.MAPPED_TABLE)]
-        whole = pieces[0].rows == pieces[0].table_rows and pieces[0].columns is None
-        if whole and not pieces[0].fused:
-            return []
-        differences = []
-        if self._parts.optimizer_states == "carry":
-            text = f"table {new!r} is sharded or fused: its state cannot be carried"
-            differences.append(Mismatch(text, mismatches.PIECES_OF_STATE))
-        if list(self._parts.tables.values()).count(old) > 1:
-            text = (
-                f"table {new!r} is sharded or fused, but {old!r} is also loaded into another table"
-            )
-            differences.append(Mismatch(text, mismatches.PIECES_OF_ONE_TABLE))
-        return differences
-
-    def _part(self, stored: LogicalTable, table: Table) -> TablePart:
-        rows: dict[str, Tensor] = {}
-        if self._parts.optimizer_states == "carry":
-            device = table.weight.device
-            rows = self._rows[stored.name] = {
-                state.name: torch.empty(
-                    (stored.rows, *state.shape), dtype=torch_dtype(state.dtype), device=device
-                )
-                for state in stored.row_states
-            }
-        return TablePart(
-            table=stored.name,
-            values=table.weight.detach(),
-            row_states=rows,
-            first_row=table.first_row,
-            first_column=0 if table.columns is None else table.columns.first,
-        )
-
-    def check_state(self, manifest: Manifest, state: dict[int, object]) -> None:
-        """Check that the state fits; see `StateCheckingTarget.check_state`."""
-        model_tensors, stored_tensors = self._state.model.tensors(), _dense(state)
-        self._dense, missing = resolve_dense(self._parts.dense, model_tensors, stored_tensors)
-        differences = [Mismatch(text, mismatches.NAMES) for text in missing]
-        differences += [
-            Mismatch(text, mismatches.ROWS_AND_IDS)
-            for text in rows_without_ids(
-                self._parts.tables, self._dense, self._state.model.id_tensors()
-            )
-        ]
-        for new, old in self._dense.items():
-            model, stored = _dense_form(model_tensors[new]), _dense_form(stored_tensors[old])
-            if model != stored:
-                text = (
-                    f"{_renamed(new, old)} is {model} in the model and {stored} in the checkpoint"
-                )
-                differences.append(Mismatch(text, mismatches.DENSE_FORM))
-            elif not can_hold(model_tensors[new], stored_tensors[old], name=new):
-                text = (
-                    f"{_renamed(new, old)} has elements that share memory in the model (expand()), "
-                    "and differ in the checkpoint"
-                )
-                differences.append(Mismatch(text, mismatches.SHARED_MEMORY))
-        if self._parts.optimizer_states == "carry":
-            differences += self._state.optimizers.carry_differences(
-                _optimizers(state), self._parameters()
-            )
-        if differences:
-            raise incompatible(manifest, differences, otherwise=mismatches.LIST_PARTS)
-
-    def finish(self, manifest: Manifest, state: dict[int, object]) -> None:
-        """Restore the state, after all rows were written; see `RestoreTarget.finish`."""
-        stored_tensors = _dense(state)
-        self._state.model.restore_some(
-            {new: stored_tensors[old] for new, old in self._dense.items()}
-        )
-        first: dict[str, Table] = {}
-        rows: dict[str, dict[str, Tensor]] = {}
-        for new, old in self._parts.tables.items():
-            # If row states are wanted, or a table is copied, the table has only one piece.
-            table = self._tables[new][0]
-            rows[table.parameter_name] = self._rows.get(old, {})
-            if old in first:  # a second table from the same one gets its own copies
-                with torch.no_grad():
-                    table.weight.copy_(first[old].weight)
-                carried = self._rows.get(old, {})
-                rows[table.parameter_name] = {k: state.clone() for k, state in carried.items()}
-            first.setdefault(old, table)
-        if self._parts.optimizer_states == "carry":
-            self._state.optimizers.carry(_optimizers(state), self._parameters(), rows)
-        self.manifest = manifest
-
-    def _parameters(self) -> dict[str, str]:
-        """Return all parameters that are loaded: name here -> name in the checkpoint."""
-        tables = {
-            self._tables[new][0].parameter_name: weight_name(old)
-            for new, old in self._parts.tables.items()
-        }
-        return tables | self._dense
-
-
 def tip_of(manifest: Manifest) -> Tip:
     """Return the tip of a chain whose next increment is taken after `manifest`."""
     return Tip(
@@ -453,120 +290,6 @@ def tip_of(manifest: Manifest) -> Tip:
         chain_length=manifest.links.chain_length,
         tables=manifest.tables,
     )
-
-
-def table_differences(
-    tables: Sequence[Table],
-    stored_tables: Mapping[str, LogicalTable],
-    *,
-    elsewhere: Collection[str] = (),
-    resized: Collection[str] = (),
-) -> list[Mismatch]:
-    """Return how the tables of a model and of a checkpoint differ.
-
-    Args:
-        tables: tables of the model on this rank.
-        stored_tables: tables of the checkpoint, by name.
-        elsewhere: names of tables that other ranks hold.
-        resized: names of tables that may have another number of rows than the checkpoint.
-    """
-    only_here = {table.name: table for table in tables if table.name not in stored_tables}
-    names = {table.name for table in tables} | set(elsewhere)
-    only_there = {name: stored for name, stored in stored_tables.items() if name not in names}
-    new_names = _new_names(only_here, only_there)
-    differences = [
-        Mismatch(
-            f"table {name!r} is not in the checkpoint",
-            renamed_table(name, new_names[name])
-            if name in new_names
-            else mismatches.TABLE_ONLY_HERE,
-        )
-        for name in only_here
-    ]
-    old_names = {old: new for new, old in new_names.items()}
-    differences += [
-        Mismatch(
-            f"table {name!r} is not in the model",
-            renamed_table(old_names[name], name)
-            if name in old_names
-            else mismatches.TABLE_ONLY_THERE,
-        )
-        for name in only_there
-    ]
-    for table in tables:
-        if table.name in stored_tables:
-            stored = stored_tables[table.name]
-            if table.name not in resized:
-                differences += _row_count_difference(table, stored)
-            differences += _shape_differences(table, stored)
-    return sorted(dict.fromkeys(differences))
-
-
-def _new_names(
-    only_here: Mapping[str, Table], only_there: Mapping[str, LogicalTable]
-) -> dict[str, str]:
-    """Return tables that were probably renamed: name here -> name in the checkpoint.
-
-    Each of the two is the only table of its shape and dtype that the other side lacks.
-    """
-    model_names: dict[object, list[str]] = {}
-    stored_names: dict[object, list[str]] = {}
-    for name, table in only_here.items():
-        model_names.setdefault((table.table_rows, _dim(table), table.dtype), []).append(name)
-    for name, stored in only_there.items():
-        stored_names.setdefault((stored.rows, stored.dim, stored.dtype), []).append(name)
-    return {
-        names[0]: stored_names[form][0]
-        for form, names in model_names.items()
-        if len(names) == 1 and len(stored_names.get(form, ())) == 1
-    }
-
-
-def _row_count_difference(
-    table: Table, stored: LogicalTable, *, may_grow: bool = True
-) -> list[Mismatch]:
-    """Return the difference in rows.
-
-    Args:
-        table: the table of the model.
-        stored: the table of the checkpoint.
-        may_grow: whether a restore of this kind takes tables that `Options.grow` names.
-    """
-    next_step = mismatches.fewer_rows(table.name, stored.rows)
-    if table.table_rows > stored.rows:
-        next_step = mismatches.more_rows(table.name) if may_grow else mismatches.MORE_ROWS_OF_PARTS
-    return _difference_in(table, stored, "rows", table.table_rows, stored.rows, next_step)
-
-
-def _shape_differences(table: Table, stored: LogicalTable) -> list[Mismatch]:
-    return [
-        difference
-        for label, model_value, stored_value, next_step in (
-            ("values a row", _dim(table), stored.dim, mismatches.TABLE_VALUES),
-            ("dtype", table.dtype, stored.dtype, mismatches.TABLE_DTYPE),
-        )
-        for difference in _difference_in(table, stored, label, model_value, stored_value, next_step)
-    ]
-
-
-def _difference_in(
-    table: Table,
-    stored: LogicalTable,
-    label: str,
-    model_value: object,
-    stored_value: object,
-    next_step: str,
-) -> list[Mismatch]:
-    if model_value == stored_value:
-        return []
-    name = _renamed(table.name, stored.name)
-    values = f"{label} {model_value} in the model, {stored_value} in the checkpoint"
-    return [Mismatch(f"table {name}: {values}", next_step)]
-
-
-def _dim(table: Table) -> int:
-    """Return the values a row of the whole table."""
-    return table.dim if table.columns is None else table.columns.of
 
 
 def _row_state_differences(
@@ -613,31 +336,5 @@ def _states_in_slots(table: Table, states: Mapping[str, Tensor]) -> dict[str, Te
     return {name: state for name, state in states.items() if name not in table.own_states}
 
 
-def _dense_form(tensor: Tensor) -> str:
-    return f"{tensor.dtype} {list(tensor.shape)}{layout_text(tensor)}"
-
-
 def _form(dtype: str, shape: tuple[int, ...]) -> str:
     return f"{dtype}{list(_values(shape))}"
-
-
-def _stored_id_map(stored: LogicalTable) -> str:
-    """Return what gives rows of a stored table to ids; see `Table.id_map`."""
-    if has_raw_ids(stored):
-        return "managed collisions"
-    return "keys" if has_keys([state.name for state in stored.row_states]) else ""
-
-
-def _renamed(new: str, old: str) -> str:
-    return f"{new!r}" if new == old else f"{new!r} (from {old!r})"
-
-
-def _optimizers(state: dict[int, object]) -> Sequence[Mapping[str, Any]]:
-    trees = {
-        n: tree for n, tree in state.items() if isinstance(tree, dict) and "optimizers" in tree
-    }
-    return optimizers_for(trees, None)
-
-
-def _dense(state: dict[int, object]) -> dict[str, Tensor]:
-    return dense_tensors(state)

@@ -263,9 +263,12 @@ class WarmStart:
         entry, table = self._checkpoint.entries[entry_name], pieces[0]
         self._compare(f"table {name!r}", entry, (table.table_rows, _dim(table)), table.weight.dtype)
         if table.maps_ids:
+            instead = "; seed from a run that recpoint import makes of it" * (
+                table.id_map == "keys"
+            )
             self._faults.append(
                 f"table {name!r} has {table.id_map}, and those of its rows are not read from such "
-                "a checkpoint"
+                f"a checkpoint{instead}"
             )
         self._tables.append(
             _PlannedTable(_Parameter(name=table.parameter_name, entry=entry), pieces)

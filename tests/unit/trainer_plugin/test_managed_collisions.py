@@ -8,10 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from recpoint import (
+    Checkpointer,
+    KeyedEmbedding,
+    LeastRecent,
+    LeastUsed,
+    Options,
+    Seed,
+    Staging,
+)
 from recpoint.errors import SettingsError
-from tests.torchrec_collisions import DIM
+from tests.torchrec_collisions import DIM, MAPPED
 from tests.torchrec_model import MISSING
 from tests.torchrec_ranks import play
 from tests.unit.trainer_plugin.test_torchrec import same
@@ -98,7 +107,7 @@ def played(
         "play": "collisions_refused", "ranks": 1, "folder": str(folder)
     }  # fmt: skip
     results = play(list(plays.values()), folder)
-    return dict(zip(plays, results, strict=True))
+    return {**dict(zip(plays, results, strict=True)), ("folder", ""): [folder]}
 
 
 @pytest.mark.parametrize(
@@ -320,3 +329,42 @@ def test_a_tensor_that_took_the_place_of_another_is_read() -> None:
     module._mch_sorted_raw_ids = torch.cat([torch.tensor([7]), earlier_ids[1:]])
     assert module._mch_sorted_raw_ids._version == earlier_ids._version
     assert collisions.states["collisions.raw_id"][0] == 7
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [("EBC-LFU-2", LeastUsed()), ("EBC-DistanceLFU-1", LeastRecent())],
+    ids=["sharded by rows", "not sharded"],
+)
+def test_keyed_tables_begin_with_the_rows_of_raw_ids(
+    played: dict[tuple[str, str], list[Any]], tmp_path: Path, name: str, rule: Any
+) -> None:
+    (folder,) = played["folder", ""]
+    source = str(folder / f"{name}.whole")
+    keyed = nn.ModuleDict(
+        {table: KeyedEmbedding(DIM, rows, evict=rule) for table, (rows, _) in MAPPED.items()}
+    )
+    optimizer = torch.optim.Adagrad(keyed.parameters(), lr=0.1)
+    stored = {table: f"mapped._embedding_module.embedding_bags.{table}" for table in MAPPED}
+    with Checkpointer(
+        keyed,
+        optimizer,
+        run=str(tmp_path / "keyed"),
+        interval_batches=100,
+        staging=Staging(directory=tmp_path / "staging"),
+        options=Options(handle_sigterm=False, announce=False),
+    ) as checkpoints:
+        checkpoints.restore(seed=Seed(source, tables=stored))
+        checkpoints.close(final=False)
+    # As the trained model looks ids up in evaluation, one id in each bag of each feature.
+    trained = played[name, "whole"][0]["served"]["trained"]
+    ids = torch.cat([torch.arange(-40, 4040), torch.tensor([-(2**63), 2**62, 2**63 - 2])])
+    features = [table for table, (_, names) in MAPPED.items() for _ in names]
+    for number, table in enumerate(features):
+        module = keyed[table]
+        assert isinstance(module, KeyedEmbedding)
+        has_row = module.has_row(ids)
+        assert int(has_row.sum()) == module.rows_used > 20
+        rows = trained[: len(ids)][has_row, number * DIM : (number + 1) * DIM]
+        with torch.no_grad():
+            assert torch.equal(module.eval()(ids[has_row]), rows)
