@@ -1,4 +1,4 @@
-"""Measures keyed tables: finding slots, who leaves, training, and what eviction costs in loss."""
+"""Measures keyed tables: finding slots, who leaves, training, checkpoints, kills, and loss."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KEYS = (
 
 
 def run(*, smoke: bool) -> Report:
-    """Measure the map, the sketch, the order of eviction, training, and its loss."""
+    """Measure all parts, one after the other."""
     report = Report(name="keyed", columns=("does", "slots", "key_map", "sorted arrays", "dict"))
     key_map.measure(report, smoke=smoke)
     key_eviction.measure(report, smoke=smoke)

@@ -7,6 +7,7 @@ row, then those of each row state.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -73,7 +74,8 @@ class RecordLayout(NamedTuple):
 
 def as_bytes(array: Tensor) -> Tensor:
     """Return a contiguous array [n, …] as uint8 [n, bytes of an entry], in the same memory."""
-    return array.reshape(len(array), -1).view(torch.uint8)
+    # Not -1: of no entries, torch would not know how many values each has.
+    return array.reshape(len(array), math.prod(array.shape[1:])).view(torch.uint8)
 
 
 class TableSlots:

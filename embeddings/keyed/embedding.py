@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, Final, Literal, NamedTuple, Never, TypedDict, Unpack
@@ -25,8 +24,6 @@ from recpoint.embeddings.tables.tables import TABLE_DTYPES
 from recpoint.errors import ScriptingRefused, SettingsError
 
 __all__ = ["KeyCounts", "KeyedEmbedding", "KeyedEmbeddingBag"]
-
-_log = logging.getLogger("recpoint")
 
 _FIRST_VALUES: Final = Uniform()
 
@@ -253,12 +250,7 @@ class _KeyedModule(nn.Module):
             )
         slots.refuse_settings(state)
         if slots.rows.is_trained and not torch.equal(stored[KEY], slots.row_states[KEY]):
-            _log.warning(
-                "%s: other keys were loaded into slots that have been trained; load the "
-                "optimizer's state_dict() of the same moment, too, or keys get the optimizer state "
-                "of those that had their slots",
-                slots.rows.subject,
-            )
+            slots.rows.loaded.load_keys()
         for name, values in slots.row_states.items():
             values.copy_(stored[name])
         slots.load_state_dict(state)

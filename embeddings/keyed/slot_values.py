@@ -13,6 +13,7 @@ from torch.nn.parameter import Parameter
 from torch.optim import SGD, Adafactor, Optimizer
 
 from recpoint.embeddings.home.initial import Initial, first_values
+from recpoint.embeddings.keyed.loaded_states import LoadedStates
 from recpoint.embeddings.keyed.slot_memory import PlainMemory, SlotMemory
 from recpoint.embeddings.tables.lookups import changes_of
 from recpoint.embeddings.tables.new_rows import first_entry
@@ -46,6 +47,7 @@ class SlotValues:
         #: Slots whose entries in the optimizer's state are still those of another key, or of none.
         self._pending: list[Tensor] = []
         self._is_copy = False
+        self.loaded = LoadedStates()
         self.follow_weight()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -151,9 +153,12 @@ class SlotValues:
         if self._trained_by is None or self._trained_by() is not optimizer:
             self._refuse_second(optimizer)
             self._trained_by, self._watched = weakref.ref(optimizer), None
+            self.loaded.follow(optimizer)
         if self._watched is None or self._watched.differ(group):
             self.refuse(optimizer, group)
             self._watched = Watched(group)
+        if self.loaded.has_other_keys and self._entries(optimizer, group):
+            raise self.loaded.refusal(self.subject)
         self.begin_states([optimizer])
 
     def begin_states(self, optimizers: Sequence[Optimizer] | None = None) -> None:

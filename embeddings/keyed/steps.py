@@ -51,4 +51,5 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
 def _after_step(optimizer: Optimizer, *_: Any) -> None:
     for slots in _in_step.pop(optimizer, ()):
         slots.steps += 1
+        slots.rows.loaded.stepped()
         slots.rows.follow_weight()

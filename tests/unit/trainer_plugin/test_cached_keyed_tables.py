@@ -285,6 +285,19 @@ def test_another_capacity_behind_a_home(place: Place, capacity_rows: int) -> Non
     assert rows_of_keys(trainings[0]) == rows_of_keys(trainings[1])
 
 
+def test_a_table_without_keys_in_another_capacity_behind_a_home(place: Place) -> None:
+    training = KeyedTraining(20)
+    with keyed_checkpointer(training, place) as ckpt:
+        ckpt.restore()
+        training.step()  # without gradients
+        ckpt.step()
+        commit(ckpt, place)
+    for resumed in pair(local(), 12):
+        with keyed_checkpointer(resumed, place) as ckpt:
+            ckpt.restore()
+            assert (ckpt.batches_done, resumed.model.users.rows_used) == (1, 0)
+
+
 def test_a_plain_table_becomes_a_keyed_one_at_home(place: Place) -> None:
     plain = KeyedTraining(20)
     users = nn.Embedding(15, DIM)
