@@ -17,7 +17,7 @@ from typing import Final, NamedTuple, TypeVar
 
 from torch import Tensor
 
-from recpoint.embeddings.cache.channel import Channel
+from recpoint.embeddings.home.channel import Channel
 from recpoint.embeddings.server.server import EmbeddingServer
 from recpoint.errors import RankLost, ServerLost
 from tests.simulated_network import PassedOn

@@ -16,9 +16,9 @@ from torch.optim import Optimizer
 
 from recpoint import Lookahead
 from recpoint.embeddings.cache.cache import Cache
-from recpoint.embeddings.cache.channel import Channel
 from recpoint.embeddings.cache.install import put_in_cache
 from recpoint.embeddings.cache.shared import shared_cache
+from recpoint.embeddings.home.channel import Channel
 from recpoint.embeddings.server.home import ServedHome
 from recpoint.trainer_plugin.state import rng
 from tests.cached_training import INITIAL, Batch, Batches, Model, uncached_model

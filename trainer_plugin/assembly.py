@@ -18,10 +18,10 @@ from torch.optim import Optimizer
 from recpoint.catalog.staging.area import default_staging_root
 from recpoint.embeddings.cache.cache import Cache
 from recpoint.embeddings.cache.cached_table import CachedTracker
-from recpoint.embeddings.cache.channel import GlooChannel
 from recpoint.embeddings.cache.lookup_hooks import cache_of
 from recpoint.embeddings.cache.progress import CacheStats
 from recpoint.embeddings.cache.reader_plans import planned_cache
+from recpoint.embeddings.home.channel import GlooChannel
 from recpoint.embeddings.home.initial import Initial
 from recpoint.embeddings.tables.marks import Tracker
 from recpoint.embeddings.tables.optimizers import OptimizerWatch
@@ -309,14 +309,14 @@ def _refuse_keyed(ranks: Ranks, trained: Trained, settings: Settings) -> None:
     """Refuse keyed tables beside what cannot be trained with them yet.
 
     Raises:
-        SettingsError: there are several ranks, or tables of another library; or embedding servers
-            are to stage rows, whose keys only this process has.
+        SettingsError: there are several ranks and a cache, or tables of another library; or
+            embedding servers are to stage rows, whose keys only this process has.
     """
     keyed_tables = [table for table in trained.tables if table.own_states]
     libraries = [source.name for source in trained.sources if source.tables]
     found = None
-    if ranks.several:
-        found = f"{ranks.count} ranks"
+    if ranks.several and any(table.cached for table in keyed_tables):
+        found = f"{ranks.count} ranks, and rows in a cache"
     elif settings.staging.at_servers and any(table.cached for table in keyed_tables):
         found = "Staging(at_servers=True), while this process has the keys of the rows"
     elif len(libraries) > 1:

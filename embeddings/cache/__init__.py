@@ -15,11 +15,11 @@ does calls in order.
 
 `trainers.py` says what a cache asks of other trainers that share its rows, and answers for a single
 trainer; `shared.py` answers for the ranks of a data-parallel job. It stands on `rank_channels.py`
-and `channel.py` (how ranks exchange bytes), `turns.py` (what ranks do next, before they exchange
-bytes for it), `meeting.py` (where home threads wait for each other), `membership.py` (how a rank
-works with the others, and leaves them), `same_tables.py` (what ranks share), `batch_ids.py` (ids of
-coming batches), `exchange.py` and `planned_exchanges.py` (values and gradients of rows),
-`reduction.py` (adds gradients at the owners of rows), `later_step.py` (steps of rows whose
-gradients come late), `step_agreement.py` (what all ranks do in a step) and `data_parallel.py` (what
-must not be averaged, and what must be).
+(how ranks exchange bytes), `turns.py` (what ranks do next, before they exchange bytes for it),
+`meeting.py` (where home threads wait for each other), `membership.py` (how a rank works with the
+others, and leaves them), `same_tables.py` (what ranks share), `batch_ids.py` (ids of coming
+batches), `exchange.py` and `planned_exchanges.py` (values and gradients of rows), `reduction.py`
+(adds gradients at the owners of rows), `later_step.py` (steps of rows whose gradients come late),
+`step_agreement.py` (what all ranks do in a step) and `data_parallel.py` (what must not be averaged,
+and what must be).
 """

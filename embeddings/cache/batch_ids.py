@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from recpoint.embeddings.cache.call_thread import CallThread
-from recpoint.embeddings.cache.channel import Channel
+from recpoint.embeddings.home.channel import Channel
 from recpoint.errors import RanksDiffer, SettingsError
 
 __all__ = ["ComingIds", "Reading"]

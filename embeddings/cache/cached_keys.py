@@ -44,6 +44,8 @@ class CachedKeys:
         sparse: whether lookups give sparse gradients.
     """
 
+    is_whole = False
+
     def __init__(self, cache: Cache, name: str, *, is_bag: bool, sparse: bool) -> None:
         self.cache = cache
         self.name = name

@@ -12,8 +12,8 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from recpoint.embeddings.cache.channel import Channel
 from recpoint.embeddings.cache.slots import TableSlots
+from recpoint.embeddings.home.channel import Channel
 from recpoint.lookahead.shared_oracle import Exchange, Rows
 
 __all__ = [

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Final, Protocol
 
-from recpoint.embeddings.cache.channel import Channel
 from recpoint.embeddings.cache.turns import Act, Turns
+from recpoint.embeddings.home.channel import Channel
 
 __all__ = ["NO_BATCH", "Meeting", "MeetingOfOne", "MeetingOfRanks"]
 

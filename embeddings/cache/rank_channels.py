@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from recpoint.embeddings.cache.channel import Channel
 from recpoint.embeddings.cache.meeting import MeetingOfRanks
 from recpoint.embeddings.cache.residents import CachedRows
 from recpoint.embeddings.cache.same_tables import capacities_of_ranks, refuse_differing
 from recpoint.embeddings.cache.step_agreement import numbers_of_step
 from recpoint.embeddings.cache.turns import Turns
+from recpoint.embeddings.home.channel import Channel
 
 __all__ = ["RankChannels"]
 

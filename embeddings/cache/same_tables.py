@@ -8,8 +8,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from recpoint.embeddings.cache.channel import Channel
 from recpoint.embeddings.cache.residents import CachedRows
+from recpoint.embeddings.home.channel import Channel
 from recpoint.errors import SettingsError
 
 __all__ = ["capacities_of_ranks", "refuse_differing"]

@@ -28,7 +28,6 @@ from torch.optim import Optimizer
 
 from recpoint.embeddings.cache.batch_ids import Reading
 from recpoint.embeddings.cache.cache import Cache
-from recpoint.embeddings.cache.channel import Channel, GlooChannel
 from recpoint.embeddings.cache.exchange import counts_of, exchange_values
 from recpoint.embeddings.cache.meeting import NO_BATCH
 from recpoint.embeddings.cache.membership import Membership
@@ -40,6 +39,7 @@ from recpoint.embeddings.cache.reduction import Reduction
 from recpoint.embeddings.cache.residents import NO_IDS, CachedRows
 from recpoint.embeddings.cache.trainers import Trainers
 from recpoint.embeddings.cache.turns import Act, refuse_other_counts
+from recpoint.embeddings.home.channel import Channel, GlooChannel
 from recpoint.embeddings.home.contract import Home
 from recpoint.errors import HomeError, RankLost, SettingsError
 from recpoint.interrupts import held

@@ -13,7 +13,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from recpoint.embeddings.cache.channel import Channel
+from recpoint.embeddings.home.channel import Channel
 from recpoint.errors import RanksDiffer
 
 __all__ = ["Act", "Turns", "refuse_other_counts"]

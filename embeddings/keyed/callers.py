@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import Parameter
 
 from recpoint.embeddings.home.ranks import rank_and_count
@@ -12,13 +13,17 @@ from recpoint.errors import SettingsError
 __all__ = ["refuse_caller", "refuse_no_memory"]
 
 
-def refuse_caller(module: nn.Module, weight: Tensor, subject: str) -> None:
+def refuse_caller(
+    module: nn.Module, weight: Tensor, subject: str, *, is_whole: bool, sparse: bool
+) -> None:
     """Refuse a caller that would train a keyed table wrongly.
 
     Args:
         module: the module that is looked up.
         weight: its weight.
         subject: the table, as messages name it.
+        is_whole: the weight has the rows of all slots.
+        sparse: lookups give sparse gradients.
 
     Raises:
         SettingsError: it is such a caller.
@@ -27,20 +32,26 @@ def refuse_caller(module: nn.Module, weight: Tensor, subject: str) -> None:
         found = "a lookup within a backward pass, as activation checkpointing does it again"
         expected = "lookups in the forward pass only, since each counts"
         next_step = "look keys up outside of what torch.utils.checkpoint calls"
-    elif rank_and_count()[1] > 1:
-        found = f"training on {rank_and_count()[1]} ranks"
-        expected = "one trainer: ranks would give different keys to the same rows"
-        next_step = "train keyed tables in one process"
+    elif rank_and_count()[1] > 1 and not is_whole:
+        found = f"training on {rank_and_count()[1]} ranks, and rows in a cache"
+        expected = "one trainer, or the whole table in the memory of each rank"
+        next_step = "train the table in one process, or leave it out of cached()"
+    elif sparse and getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
+        found = (
+            "sparse=True in DistributedDataParallel, which takes sparse gradients of torch's own "
+        )
+        found += "embedding modules only"
+        expected, next_step = "dense gradients", "build the table with sparse=False"
     elif "_is_replica" in module.__dict__:
         found, expected = "a replica of nn.DataParallel", "the module itself"
-        next_step = "train keyed tables in one process, without nn.DataParallel"
+        next_step = "use DistributedDataParallel, or train in one process"
     elif not isinstance(weight, Parameter):
         found = "a weight in place of its parameter, which is not what the optimizer steps"
         expected = "a parameter, into which rows of new keys can be written"
         next_step = "leave the table out of torch.func.functional_call and of parametrizations"
     elif weight.is_cpu and weight.untyped_storage().is_shared():
         found = "a weight whose memory processes share, while each has its own keys"
-        expected, next_step = "one process that trains", "do not call share_memory()"
+        expected, next_step = "memory of this process", "do not call share_memory()"
     elif torch._C._get_tracing_state() is not None:
         found, expected = "torch.jit.trace", "a module that Python calls"
         next_step = "trace the model in evaluation, or with to_table(vocabulary) in its place"

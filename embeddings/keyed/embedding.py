@@ -14,6 +14,7 @@ from torch.nn.parameter import Parameter
 from recpoint.catalog.restore.keyed_rows import KEY
 from recpoint.embeddings.home.initial import Initial, Uniform
 from recpoint.embeddings.keyed.admission import Admission, EachKey
+from recpoint.embeddings.keyed.all_ranks import keys_of_all_ranks
 from recpoint.embeddings.keyed.callers import refuse_caller, refuse_no_memory
 from recpoint.embeddings.keyed.eviction import Eviction, LeastRecent
 from recpoint.embeddings.keyed.key_slots import KeySlots
@@ -197,13 +198,19 @@ class _KeyedModule(nn.Module):
             refuse_capture(f"a lookup of {slots.rows.subject}")
         is_training = self.training and weight.requires_grad and torch.is_grad_enabled()
         if is_training:
-            refuse_caller(self, weight, slots.rows.subject)
+            refuse_caller(
+                self,
+                weight,
+                slots.rows.subject,
+                is_whole=slots.rows.memory.is_whole,
+                sparse=self.sparse,
+            )
             if weight is not slots.rows.weight:  # as load_state_dict(assign=True) does
                 slots.rows.weight = weight
                 slots.rows.follow_weight()
         if weight is slots.rows.weight:
             slots.rows.refuse_written()
-        key_slots = slots.take(keys.reshape(-1)) if is_training else slots.find(keys.reshape(-1))
+        key_slots = self._take(keys.reshape(-1)) if is_training else slots.find(keys.reshape(-1))
         rows = slots.rows.memory.lookup_rows(weight, key_slots.view(keys.shape), trains=is_training)
         read_weight: Tensor = rows.weight
         if is_training:
@@ -211,6 +218,18 @@ class _KeyedModule(nn.Module):
                 read_weight, key_slots, slots.steps, subject=slots.rows.subject
             )
         return LookupRows(rows.places.to(ids.device), read_weight, rows.padding)
+
+    def _take(self, keys: Tensor) -> Tensor:
+        """Return the slots of keys in training, int64 [n]. Collective, if there are several ranks.
+
+        All ranks give slots to the keys of all.
+        """
+        slots = self.slots
+        all_keys = keys_of_all_ranks(
+            keys, name=slots.rows.subject, steps=slots.steps, capacity_rows=slots.capacity_rows
+        )
+        key_slots = slots.take(all_keys)
+        return key_slots if all_keys is keys else slots.find(keys)
 
     def _as_keys(self, ids: Tensor) -> Tensor:
         if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):

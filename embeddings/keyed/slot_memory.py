@@ -47,6 +47,7 @@ class SlotMemory(Protocol):
     Attributes:
         weight: the module's parameter. A memory that cannot take another one refuses it.
         zero_row: position in the weight of row 0, once it is there.
+        is_whole: whether the weight has the rows of all slots.
     """
 
     @property
@@ -57,6 +58,9 @@ class SlotMemory(Protocol):
 
     @property
     def zero_row(self) -> int: ...  # noqa: D102
+
+    @property
+    def is_whole(self) -> bool: ...  # noqa: D102
 
     def put(self, slots: Tensor, values: Tensor) -> None:
         """Write the values of rows: [n, dim] for slots, int64 [n]."""
@@ -95,6 +99,7 @@ class PlainMemory:
     """
 
     zero_row = 0
+    is_whole = True
 
     def __init__(self, weight: Parameter) -> None:
         self.weight = weight

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from recpoint.catalog.store import durable
-from recpoint.embeddings.cache.channel import GlooChannel
+from recpoint.embeddings.home.channel import GlooChannel
 from recpoint.embeddings.server import served_part
 from recpoint.embeddings.server.home import ServedHome
 from recpoint.embeddings.server.rank_agreement import found_by_first_rank

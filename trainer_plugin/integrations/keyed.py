@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parallel import DataParallel
 from torch.optim import Optimizer
 
 from recpoint.catalog.restore.keyed_rows import KEY, naming_table
@@ -40,7 +40,7 @@ def find(model: nn.Module) -> KeyedSource | None:
     tables: dict[str, KeyedTable] = {}
     wrappers: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        if isinstance(module, DistributedDataParallel | DataParallel):
+        if isinstance(module, DataParallel):
             wrappers[f"{name}." if name else ""] = module
         slots = slots_of(module)
         if slots is None:
@@ -190,7 +190,8 @@ class KeyedSource:
     def track(self, markers: Mapping[str, Marker]) -> None:
         """Have each table report slots before it changes them; see `tables.TableSource.track`."""
         for table in self._tables:
-            table.slots.marker = markers[table.key]
+            # Of several ranks, the first stores the table. All have the same rows.
+            table.slots.marker = markers.get(table.key)
 
     def untrack(self) -> None:
         """End that."""

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 from torch import Tensor
 
 from recpoint.embeddings.cache.call_thread import CallThread
-from recpoint.embeddings.cache.channel import Channel
+from recpoint.embeddings.home.channel import Channel
 from recpoint.lookahead.owned_rows import OwnedRows, own_ids
 from recpoint.trainer_plugin.ranks.row_exchange import ComingBatches, RowExchange
 from recpoint.trainer_plugin.state.lookahead import Lookahead
@@ -54,8 +54,8 @@ class ComingRows:
         owned: for each rank, the rows that it stores.
         rank: this rank.
         channel: to the other ranks, for this object alone; None: there are no others.
-        rows_of_keys: name of a keyed table -> returns the rows that some keys have now. There are
-            no other ranks then.
+        rows_of_keys: name of a keyed table -> returns the rows that some keys have now, which are
+            the same on all ranks.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class ComingRows:
             self._next_distance //= 2
         if self._thread is None:
             self._thread = CallThread("recpoint-coming-rows")
-        ids = self._reader.next_ids(batches_to_come)
+        ids = [self._by_rows(ids) for ids in self._reader.next_ids(batches_to_come)]
         coming = ComingBatches(self._due_step, batches_done, ids)
         answer = self._thread.submit(partial(self._exchange.tell, coming))
         self._answers.append(WindowRows(batches_done, answer))

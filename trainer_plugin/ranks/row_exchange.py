@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from recpoint.embeddings.cache.channel import Channel
+from recpoint.embeddings.home.channel import Channel
 from recpoint.lookahead.owned_rows import OwnedRows, packed_ids, unpacked_ids
 
 __all__ = ["ComingBatches", "RowExchange", "RowsUnknown"]

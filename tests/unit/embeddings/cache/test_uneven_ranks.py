@@ -18,10 +18,10 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import SGD, Adagrad
 
 from recpoint import Lookahead
-from recpoint.embeddings.cache import channel
-from recpoint.embeddings.cache.channel import GlooChannel
 from recpoint.embeddings.cache.lookup_hooks import cache_of
 from recpoint.embeddings.cache.turns import refuse_other_counts
+from recpoint.embeddings.home import channel
+from recpoint.embeddings.home.channel import GlooChannel
 from recpoint.embeddings.server.processes import servers
 from recpoint.errors import RankLost, RanksDiffer
 from tests.cached_training import (

@@ -16,6 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
+from recpoint.embeddings import cached, local
 from recpoint.embeddings.keyed.admission import Probability
 from recpoint.embeddings.keyed.embedding import KeyedEmbedding, KeyedEmbeddingBag
 from recpoint.embeddings.keyed.eviction import LeastRecent, LeastUsed
@@ -178,11 +179,12 @@ def test_stored_state_of_another_table() -> None:
         KeyedEmbedding(2, 5, evict=LeastRecent(ttl_batches=3)).load_state_dict(state)
 
 
-def test_training_on_several_ranks() -> None:
+def test_training_in_a_cache_on_several_ranks() -> None:
     keyed = KeyedEmbedding(2, 5)
+    cached(nn.ModuleDict({"users": keyed}), local(), 4)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
-        with pytest.raises(SettingsError, match="training on 2 ranks"):
+        with pytest.raises(SettingsError, match="2 ranks, and rows in a cache"):
             keyed(torch.tensor([1]))
         keyed.eval()
         assert not keyed(torch.tensor([1])).any()

@@ -1,0 +1,136 @@
+"""Trains a keyed table on several ranks, which share each batch, and tells what they have then."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from recpoint import LeastUsed, Lookahead, Seen
+from recpoint.catalog.persist import persist
+from recpoint.catalog.staging.area import StagedRun
+from recpoint.errors import RanksMissing, SettingsError
+from tests.keyed_training import KeyedReader, KeyedTraining, arrays_of, keyed_checkpointer
+from tests.polling import until
+from tests.training_builder import Place
+
+__all__ = ["Life", "keyed_ranks", "trained"]
+
+#: Keys of a batch of all ranks together.
+_BATCH = 12
+
+
+class Life(NamedTuple):
+    """One life of a run.
+
+    Attributes:
+        folder: of the run.
+        last: batches after which it ends, with a checkpoint.
+        sparse: whether gradients are sparse, which DistributedDataParallel cannot average.
+        window: batches that a `Lookahead` reads ahead; None: there is none.
+        differs: the second rank is a step ahead.
+    """
+
+    folder: str
+    last: int
+    sparse: bool = False
+    window: int | None = None
+    differs: bool = False
+
+
+class RankReader(KeyedReader):
+    """Reads the part of each batch that is this rank's."""
+
+    def __init__(self, rank: int, count: int) -> None:
+        super().__init__()
+        self._part = slice(rank, _BATCH, count)
+
+    def __next__(self) -> tuple[Tensor, Tensor]:
+        generator = np.random.default_rng([self.seed, self.position])
+        keys = generator.integers(0, self.spread, _BATCH) + self.position // 2
+        target = generator.random(_BATCH)
+        self.position += 1
+        return torch.from_numpy(keys[self._part]), torch.from_numpy(target[self._part]).float()
+
+    def load_state_dicts(self, states: Sequence[Any], rank: int, ranks: int) -> None:
+        """Go on where another number of ranks stopped: all had parts of the same batches."""
+        self.load_state_dict(states[0])
+
+
+def trained(life: Life, rank: int = 0, count: int = 1) -> dict[str, Any]:
+    """Train to the end of a life, and return what this rank has then."""
+    rules: dict[str, Any] = {"evict": LeastUsed(), "admit": Seen(times=2)}
+    training: Any = KeyedTraining(14, sparse=life.sparse, **rules)
+    model: Any = training.model
+    reader: Any = RankReader(rank, count)
+    if life.window is not None:
+        reader = Lookahead(reader, model, ids=lambda batch: {"users": batch[0]}, window=life.window)
+    if count > 1:
+        training.model = DistributedDataParallel(model)
+    training.reader = reader
+    place = Place(f"{life.folder}/run", Path(life.folder) / "staging")
+    settings: dict[str, Any] = {
+        "on_error": "raise",
+        "interval_batches": 1000,
+        "close_seconds": 60.0,
+        "drain_seconds": 60.0,
+        "ranks_seconds": 90.0,
+    }
+    ckpt = keyed_checkpointer(training, place, **settings)
+    ckpt.restore()
+    if life.differs or life.sparse:
+        ckpt.close(final=False)
+        model.users.slots.steps += rank
+        with pytest.raises(SettingsError) as refused:
+            training.batch()
+        return {"error": str(refused.value)}
+    for keys, target in ckpt.batches(total=life.last):
+        nn.functional.mse_loss(training.model(keys), target).backward()
+        training.step()
+    assert ckpt.checkpoint()
+    _persist(place, count)
+    until(lambda: ckpt.stats.committed == 1)
+    ckpt.close(final=False)
+    training.model = model
+    slots = training.model.users.slots
+    state = slots.state_dict()
+    return {
+        "row_states": dict(slots.row_states),
+        "arrays": arrays_of(training),
+        "counts": training.model.users.counts,
+        "sketch": state["admission"]["counts"],
+        "steps": state["steps"],
+        "top": training.model.top.weight.detach(),
+    }
+
+
+def _persist(place: Place, count: int) -> None:
+    """Persist the jobs of all ranks."""
+    if count == 1:
+        until(lambda: place.persist_all() > 0)
+        return
+    dist.barrier()
+    if dist.get_rank() == 0:
+        staged = StagedRun.of(place.staging, place.run)
+        until(lambda: len(staged.staged_jobs()) == count)
+        while paths := staged.staged_jobs():
+            for path in paths:
+                with suppress(RanksMissing):  # until the last part
+                    persist.persist_job(path)
+    dist.barrier()
+
+
+def keyed_ranks(folder: str, rank: int, count: int, lives: list[Life]) -> None:
+    """Be one of the ranks; tell in the file `told-<rank>` what came of each life."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/met", rank=rank, world_size=count)
+    torch.save([trained(life, rank, count) for life in lives], Path(folder) / f"told-{rank}")
+    dist.destroy_process_group()
