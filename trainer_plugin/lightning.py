@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from recpoint.errors import SettingsError
 from recpoint.installation import install_command
 from recpoint.trainer_plugin.checkpointer import Checkpointer
+from recpoint.trainer_plugin.lightning_averages import refuse_averages
 from recpoint.trainer_plugin.loss_setting import Loss
 from recpoint.trainer_plugin.policy import Policy, PolicyName
 from recpoint.trainer_plugin.setting_checks import instance_of
@@ -116,7 +117,8 @@ class LightningCallback(Callback):
             begun.
 
     Raises:
-        SettingsError: an argument is not allowed because its value comes from Lightning.
+        SettingsError: an argument is not allowed because its value comes from Lightning. A fit
+            refuses `WeightAveraging`, whose average would be in no checkpoint.
         TypeError: `Checkpointer` has no such argument, or `run` is missing.
     """
 
@@ -165,6 +167,7 @@ class LightningCallback(Callback):
         if trainer.fast_dev_run:
             _log.info("fast_dev_run: nothing is restored, and no checkpoint is taken")
             return
+        refuse_averages(trainer.callbacks, pl_module)
         if type(pl_module).on_save_checkpoint is not LightningModule.on_save_checkpoint:
             _log.warning(
                 "%s.on_save_checkpoint is not called for recpoint's checkpoints. Next: pass what "

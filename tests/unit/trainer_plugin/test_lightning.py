@@ -19,12 +19,18 @@ from tests.flat_settings import arguments
 
 pytest.importorskip("lightning.pytorch", reason="needs the extra [lightning]")
 
-from lightning.pytorch import Trainer  # noqa: E402
+from lightning.pytorch import Trainer, callbacks  # noqa: E402
 from lightning.pytorch.callbacks import Callback  # noqa: E402
 from lightning.pytorch.utilities.exceptions import SIGTERMException  # noqa: E402
 from torch.utils.data import DataLoader  # noqa: E402
 
-from recpoint import Checkpointer, LightningCallback, Lookahead, ResumableLoader  # noqa: E402
+from recpoint import (  # noqa: E402
+    Checkpointer,
+    KeyedEmbedding,
+    LightningCallback,
+    Lookahead,
+    ResumableLoader,
+)
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.store.store import open_store  # noqa: E402
 from recpoint.embeddings import Uniform  # noqa: E402
@@ -318,6 +324,30 @@ def test_a_lookahead_is_refused(place: Place) -> None:
     ahead = Lookahead(loader(), ids=lambda batch: {"net.users": batch[0]})
     with pytest.raises(SettingsError, match=r"found a Lookahead.*fit\(module, lookahead\.reader"):
         fit(Module(), ahead, _callback(place), validate=False)
+
+
+@pytest.mark.parametrize("is_keyed", [False, True])
+@pytest.mark.parametrize("kind", ["WeightAveraging", "EMAWeightAveraging"])
+def test_an_average_that_no_checkpoint_would_have_is_refused(
+    place: Place, kind: str, is_keyed: bool
+) -> None:
+    average = getattr(callbacks, kind, None)
+    if average is None:
+        pytest.skip("this version of lightning has no such callback")
+    module = Module()
+    if is_keyed:
+        module.net.users = KeyedEmbedding(6, 40, sparse=True)  # type: ignore[assignment]
+    expected = "keyed table 'net.users'" if is_keyed else "no checkpoint would have it"
+    with pytest.raises(SettingsError, match=expected):
+        fit(module, loader(), average(), _callback(place))
+
+
+def test_averages_of_keyed_tables_are_refused(place: Place) -> None:
+    average = callbacks.StochasticWeightAveraging(swa_lrs=0.1, swa_epoch_start=1)
+    module = Module()
+    module.net.users = KeyedEmbedding(6, 40, sparse=True)  # type: ignore[assignment]
+    with pytest.raises(SettingsError, match=r"StochasticWeightAveraging.*keyed table 'net\.users'"):
+        fit(module, loader(), _callback(place), average)
 
 
 def test_what_lightning_has_is_not_asked_for() -> None:
