@@ -112,7 +112,10 @@ class ByKey(TableLookup):
 
     def __init__(self, module: _Keyed) -> None:
         super().__init__()
-        self.dim, self.dtype, self.device = module.dim, module.weight.dtype, module.weight.device
+        weight = module.weight
+        self.dim, self.dtype = module.dim, weight.dtype
+        # A trainer may have built it without memory, for rows in a cache.
+        self.device = torch.device("cpu") if weight.is_meta else weight.device
         if not _outside_graphs:
             _outside_graphs.append(torch.compiler.disable(ByKey.find_slots))
 

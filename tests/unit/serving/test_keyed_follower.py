@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from recpoint import Follower, KeyedEmbedding, KeyedEmbeddingBag, LeastUsed, grow
 from recpoint.catalog.restore.keyed_rows import KEY, LAST_USE
 from recpoint.catalog.run.run import Run
+from recpoint.embeddings import local
 from recpoint.errors import IncompatibleModel
 from recpoint.format.naming import ManifestName
 from recpoint.serving.keyed_table import RowsByKey
@@ -236,6 +237,33 @@ def test_a_model_predicts_as_the_trainer_does(
                 scores = [version(keys) for keys in _requests()]
             for score, expected in zip(scores, _scores(training.model), strict=True):
                 assert isinstance(score, Tensor) and torch.equal(score, expected)
+    assert training.model.users.counts.evicted > 0
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_rows_that_were_trained_in_a_cache_are_served(place: Place, device: str) -> None:
+    training = KeyedTraining(14, home=local())
+    served = nn.Module()
+    served.users = KeyedEmbedding(DIM, 14, name="users", device=device)
+    served.items, served.top = nn.Embedding(9, DIM), nn.Linear(DIM, 1)
+    follower = Follower(place.run, model=served)
+    with keyed_checkpointer(training, place, interval_batches=9) as ckpt:
+        ckpt.restore()
+        for step in (9, 18):
+            while ckpt.batches_done < step:
+                training.batch()
+                ckpt.step()
+            until(lambda: place.persist_all() > 0)
+            until(lambda: ckpt.stats.lag_batches == 0)
+            assert follower.poll()
+            table = training.model.users.eval()
+            for keys in _requests():
+                with follower.reading() as version, torch.no_grad():
+                    assert version.model is not None
+                    looked_up = version.model.get_submodule("users")(keys)
+                    assert torch.equal(looked_up, table(keys))
+                    assert torch.equal(looked_up, version.lookup("users", keys))
+            table.train()
     assert training.model.users.counts.evicted > 0
 
 
