@@ -305,20 +305,17 @@ def _refuse_ahead(trained: Trained, why_not_ahead: str | None) -> None:
         )
 
 
-def _refuse_keyed(ranks: Ranks, trained: Trained, settings: Settings) -> None:
+def _refuse_keyed(ranks: Ranks, trained: Trained) -> None:
     """Refuse keyed tables beside what cannot be trained with them yet.
 
     Raises:
-        SettingsError: there are several ranks and a cache, or tables of another library; or
-            embedding servers are to stage rows, whose keys only this process has.
+        SettingsError: there are several ranks and a cache, or tables of another library.
     """
     keyed_tables = [table for table in trained.tables if table.own_states]
     libraries = [source.name for source in trained.sources if source.tables]
     found = None
     if ranks.several and any(table.cached for table in keyed_tables):
         found = f"{ranks.count} ranks, and rows in a cache"
-    elif settings.staging.at_servers and any(table.cached for table in keyed_tables):
-        found = "Staging(at_servers=True), while this process has the keys of the rows"
     elif len(libraries) > 1:
         found = f"tables of {' and '.join(libraries)} in the same model"
     if keyed_tables and found is not None:
@@ -456,7 +453,7 @@ def assemble(
     growth = Growth(settings.options.grow, {shard.name: shard.rows for shard in shards})
     with ranks.together("looking at the cache"):
         cache = _look_at_cache(ranks, trained)
-        _refuse_keyed(ranks, trained, settings)
+        _refuse_keyed(ranks, trained)
         if settings.staging.at_servers:
             _require_servers(cache)
         why_not_ahead = _why_not_copied(trained, settings, cache)

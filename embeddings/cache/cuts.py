@@ -124,8 +124,12 @@ class Cuts:
         meeting.meet(Act.FREEZE_CUT)  # later write-backs of any trainer are not in it
 
     def stages_at_home(self, name: str) -> bool:
-        """Whether the home can have a table's rows after `prepare`; see `Cache.stages_at_home`."""
-        return self._tables[name].is_trained
+        """Whether the home can have a table's rows after `prepare`; see `Cache.stages_at_home`.
+
+        It never has the keys of a keyed table, so it cannot stage its rows.
+        """
+        rows = self._tables[name]
+        return rows.is_trained and rows.reserved is None
 
     def view(self, parts: Mapping[str, range]) -> CacheView:
         """Return a view of each table as it is now; see `Cache.view`.

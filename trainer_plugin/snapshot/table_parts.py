@@ -91,7 +91,11 @@ class TableParts:
         self._at_servers = settings.staging.at_servers
         self.rule = None in self._widths.values()
         self.at_servers = tuple(
-            self._at_servers and shard.table is not None and shard.table.cached for shard in shards
+            self._at_servers
+            and shard.table is not None
+            and shard.table.cached
+            and not shard.table.own_states
+            for shard in shards
         )
 
     @property
@@ -160,7 +164,8 @@ class TableParts:
         """Return the part of a table in a full; embedding servers stage theirs."""
         part = self.part(live, len(live.held), None, precision)
         # Those that no step has changed yet will be there when a full is cut.
-        return replace(part, at_servers=self._at_servers and part.in_cache is not None)
+        may_be_there = part.in_cache is not None and not part.states_here
+        return replace(part, at_servers=self._at_servers and may_be_there)
 
     def base_bytes(self, tables: Sequence[LiveTable]) -> int:
         """Return the bytes of codes that the agent keeps of a full's rows, for residuals."""

@@ -6,6 +6,7 @@ import copy
 import os
 import signal
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from recpoint.embeddings.parity.stripes import Parity
 from recpoint.embeddings.server.home import ServedHome
 from recpoint.embeddings.server.processes import servers
 from recpoint.embeddings.server.server import EmbeddingServer
+from recpoint.embeddings.server.tcp import TcpServer, TcpTransport
 from recpoint.errors import SettingsError
 from recpoint.format.naming import ManifestName
 from tests.keyed_training import (
@@ -373,8 +375,39 @@ def test_what_a_cache_refuses(place: Place) -> None:
     with pytest.raises(SettingsError, match="'users'.*2 slots"):
         for _ in range(9):
             small.batch()
-    with pytest.raises(SettingsError, match="at_servers"):
-        keyed_checkpointer(KeyedTraining(14, home=local()), place, at_servers=True)
+
+
+def test_the_trainer_stages_keyed_tables_where_servers_stage_others(place: Place) -> None:
+    started = [EmbeddingServer(name=f"server {number}") for number in range(2)]
+    token = b"of this test"
+    with ExitStack() as stack:
+        for server in started:
+            stack.callback(server.end)
+        listening = [stack.enter_context(TcpServer(server, token)) for server in started]
+        home = stack.enter_context(
+            ServedHome([TcpTransport(server.address, token) for server in listening])
+        )
+        slots = {"users": 10, "items": 8}
+        plain, behind = pair(home, sparse=True, cached_rows=slots, window=3)
+        settings = {"at_servers": True, "when_busy": "wait", "interval_batches": 5}
+        with place.agent(), keyed_checkpointer(behind, place, **settings) as ckpt:
+            ckpt.restore()
+            for keys, target in ckpt.batches(total=17):
+                nn.functional.mse_loss(behind.model(keys), target).backward()
+                behind.step()
+    train_both((plain,), 17)
+    run = Run.open(open_store(place.run))
+    manifest = run.manifest(15, 1)
+    assert (manifest.kind, manifest.servers) == ("increment", 2)
+    names = [spec.name for spec in manifest.tables]
+    ranks = {names[chunk.table]: chunk.rank for chunk in manifest.chunks if chunk.table is not None}
+    assert ranks["users"] == 0 < ranks["items"]
+    assert validate(run, ManifestName(17, 1), level="full").passed
+    for home_again in (None, local()):
+        resumed = KeyedTraining(14, sparse=True, home=home_again)
+        with keyed_checkpointer(resumed, place) as ckpt:
+            ckpt.restore()
+            assert state_of(resumed) == state_of(plain)
 
 
 @pytest.mark.nightly("kills")
