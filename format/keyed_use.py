@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Annotated, Final, Protocol
 
 from pydantic import Field
@@ -20,6 +20,7 @@ __all__ = [
     "check_keyed",
     "check_keyed_table",
     "has_keys",
+    "joined_uses",
 ]
 
 #: Row state: the key that has the row; 0 if none has.
@@ -81,6 +82,21 @@ class KeyedUse(Part):
 
 #: Those of all keyed tables of a checkpoint.
 KeyedUses = Annotated[tuple[KeyedUse, ...], Field(min_length=1, max_length=100_000, strict=False)]
+
+
+def joined_uses(of_parts: Iterable[Sequence[KeyedUse] | None]) -> tuple[KeyedUse, ...] | None:
+    """Return the figures of a checkpoint that has several parts; None: no part has any.
+
+    Ranks that have copies of a table say the same of it, so those of the first part count.
+
+    Args:
+        of_parts: figures of each part, in the order of parts.
+    """
+    by_table: dict[int, KeyedUse] = {}
+    for uses in of_parts:
+        for use in uses or ():
+            by_table.setdefault(use.table, use)
+    return tuple(by_table[table] for table in sorted(by_table)) or None
 
 
 def has_keys(row_states: Collection[str]) -> bool:

@@ -12,6 +12,7 @@ from pydantic import FailFast, Field, model_validator
 
 from recpoint.format import naming
 from recpoint.format.history import History
+from recpoint.format.keyed_use import KeyedUses, check_keyed
 from recpoint.format.manifest import (
     MAX_CHUNKS,
     MAX_TABLE_ROWS,
@@ -106,6 +107,7 @@ class RankPart(StoredRecord):
     cache: Annotated[CacheUse | None, Field(exclude_if=is_absent)] = None
     stripes: Annotated[CheckedStripes | None, Field(exclude_if=is_absent)] = None
     loss: Annotated[MeasuredLoss | None, Field(exclude_if=is_absent)] = None
+    keyed: Annotated[KeyedUses | None, Field(exclude_if=is_absent)] = None
     dirty_rows: _Count
     full_bytes: _Count
     history: History
@@ -135,6 +137,7 @@ class RankPart(StoredRecord):
     def _contents(self) -> Self:
         specs = [shard.spec for shard in self.tables]
         check_tables(specs)
+        check_keyed(self.keyed, specs)
         check_quantizers(self.quantizers, len(specs), self.parts)
         if any(quantizer.rank != self.rank for quantizer in self.quantizers):
             raise ValueError(f"quantizers of other ranks in the part of rank {self.rank}")

@@ -32,6 +32,7 @@ from recpoint.errors import (
     StoreError,
 )
 from recpoint.format.job import Job
+from recpoint.format.keyed_use import joined_uses
 from recpoint.format.manifest import (
     CacheUse,
     CheckedStripes,
@@ -290,6 +291,7 @@ def _part(job: Job, entries: list[ChunkEntry], quantization: Quantization) -> Ra
         **stored_fields(job, entries, quantization),
         rank=job.rank,
         loss=job.loss,
+        keyed=job.keyed,
         tables=tuple(
             Shard(
                 spec=table.spec,
@@ -381,6 +383,7 @@ def join_parts(parts: Sequence[RankPart], *, committed_ms: int, writer: str) -> 
             cache=CacheUse.joined(part.cache for part in parts),
             stripes=CheckedStripes.joined(part.stripes for part in parts),
             loss=first.loss,
+            keyed=joined_uses(part.keyed for part in parts),
             dirty_rows=sum(part.dirty_rows for part in parts),
             full_bytes=sum(part.full_bytes for part in parts),
             history=first.history,

@@ -13,7 +13,8 @@ from recpoint.catalog.persist import persist
 from recpoint.catalog.persist.ranks import join_parts, parts_text
 from recpoint.catalog.run.run import Run
 from recpoint.errors import ForeignObject, FormatError, MalformedObject, RanksMissing
-from recpoint.format.manifest import Columns, Quantizer, TableSpec
+from recpoint.format.keyed_use import KEY, LAST_USE, KeyedUse
+from recpoint.format.manifest import Columns, Quantizer, RowStateSpec, TableSpec
 from recpoint.format.naming import PART_KEY, PartName
 from recpoint.format.part import RankPart, Shard
 from recpoint.format.record_kinds import PART
@@ -93,6 +94,21 @@ def test_what_a_manifest_has_of_its_parts(parts: list[RankPart]) -> None:
     assert manifest.dirty_rows == sum(part.dirty_rows for part in parts)
     assert manifest.full_bytes == sum(part.full_bytes for part in parts)
     assert (manifest.state_bits, manifest.history) == (16, parts[0].history)
+
+
+def test_keys_are_counted_by_the_first_part_that_does(parts: list[RankPart]) -> None:
+    states = tuple(
+        RowStateSpec(name=name, dtype="I64", shape=(), optimizer=0) for name in (KEY, LAST_USE)
+    )
+    keyed = [with_table(part, 0, spec={"row_states": states}) for part in parts]
+    first, second = (
+        KeyedUse(table=0, used=used, inserted=9, evicted=1, refused=0) for used in (3, 4)
+    )
+    assert join(keyed).keyed is None
+    keyed[2] = changed(keyed[2], keyed=(second,))
+    assert join(keyed).keyed == (second,)
+    keyed[1] = changed(keyed[1], keyed=(first,))
+    assert join(keyed).keyed == (first,)
 
 
 REF = CheckpointRef(step=3, generation=1, attempt="ab" * 16)

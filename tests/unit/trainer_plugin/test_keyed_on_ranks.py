@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.store.store import open_store
 from tests.forked import ForkedProcess
 from tests.keyed_ranks import Life, keyed_ranks, trained
 from tests.polling import PATIENCE_SECONDS
@@ -50,6 +52,9 @@ def test_ranks_have_the_keys_of_one_process_and_go_on_bit_for_bit(tmp_path: Path
     first, second = told(tmp_path / "ranks", 2, lives)
     assert [bits(state) for state in first[:3]] == [bits(state) for state in second[:3]]
     assert bits(first[2]) == bits(first[0])
+    (use,) = Run.open(open_store(f"{halves}/run")).manifest(22, 2).keyed or ()
+    counts = first[2]["counts"]
+    assert (use.used, use.inserted, use.evicted, use.refused) == counts
     assert first[0]["counts"].evicted > 3 and first[0]["counts"].refused > 9
     single = trained(Life(alone, 22))
     assert keys_of(first[0]) == keys_of(single)
