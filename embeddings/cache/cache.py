@@ -21,6 +21,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -278,6 +279,32 @@ class Cache:
                 )
                 self._steps.will_change(rows, part_slots)
                 rows.slots.put_new(part_slots, part_values)
+
+    def empty_rows(self, name: str, ids: Tensor) -> None:
+        """Set rows to zero, and give them the row states of rows that were never trained.
+
+        Those that are in no slot become zeros at home. The cache keeps its rows.
+
+        Args:
+            name: name of the table.
+            ids: int64 [n], on the CPU, ascending, all different, without the padding row.
+
+        Raises:
+            SettingsError: rows are in the caches of several trainers.
+        """
+        self._trainers.refuse_reset(name)
+        rows = self.tables[name]
+        is_absent = self._trainers.find(rows, ids, None) < 0
+        absent_ids, ids_in_slots = ids[is_absent], ids[~is_absent]
+        if absent_ids.numel():
+            with held():
+                self._steps.note_changed(rows, absent_ids)
+                self.mover.submit(partial(self.mover.empty, rows, absent_ids))
+        if ids_in_slots.numel():
+            zeros = torch.zeros(
+                len(ids_in_slots), rows.slots.dim, dtype=rows.slots.weight.dtype, device="cpu"
+            )
+            self.begin_rows(name, ids_in_slots, zeros)
 
     def add_rows(self, name: str, rows: int, initial: FirstValues) -> None:
         """Give a table more rows. It keeps its slots.

@@ -82,11 +82,7 @@ class CachedKeys:
 
     def empty(self, slots: Tensor) -> None:
         """Begin rows with zeros; see `SlotMemory`."""
-        slots = torch.unique(slots)
-        if slots.numel():
-            weight = self.weight
-            zeros = torch.zeros(len(slots), weight.shape[1], dtype=weight.dtype, device="cpu")
-            self.cache.begin_rows(self.name, slots, zeros)
+        self.cache.empty_rows(self.name, torch.unique(slots))
 
     def drop_gradients(self, slots: Tensor) -> None:
         """Do nothing: the cache refuses a gradient that an earlier step has applied."""

@@ -148,6 +148,20 @@ class Mover:
         self._stats.written_rows += sum(len(rows.ids) for rows in changed)
         self._stats.written_bytes += sum(rows.records.nbytes for rows in changed)
 
+    def empty(self, rows: CachedRows, ids: Tensor) -> None:
+        """Write zeros and new row states of rows that are in no slot; by the home thread alone.
+
+        Rows that the home does not have are zeros already.
+
+        Args:
+            rows: the table, whose first values are zeros.
+            ids: int64 [n], ascending.
+        """
+        if not rows.is_at_home:
+            return
+        for part_ids in ids.split(_PIECE_ROWS):
+            self._write(rows, part_ids, rows.slots.new_records(rows.initial(part_ids)))
+
     def put_at_home(self, rows: CachedRows) -> None:
         """Have the home know a table. Only the home thread, or nobody else, may be at work."""
         if not rows.is_at_home:

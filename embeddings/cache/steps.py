@@ -124,10 +124,14 @@ class Steps:
         """Take note that rows in slots, int64 [n], are about to change."""
         self._cuts.save(rows.slots.name, slots)
         rows.slots.changed[slots] = True
+        self.note_changed(rows, self._trainers.changed_ids(rows, slots))
+
+    def note_changed(self, rows: CachedRows, ids: Tensor) -> None:
+        """Have checkpoints hold rows, int64 [n], which count from the first row of the part."""
         if rows.marker is None:
             rows.is_unmarked = True
         else:
-            rows.marker.mark(self._trainers.changed_ids(rows, slots))
+            rows.marker.mark(ids)
 
     def after(self, optimizer: Optimizer) -> None:
         """Take note that a step has changed the rows."""
