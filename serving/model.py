@@ -275,10 +275,10 @@ class ModelCopy:
                 self.raw_ids[name] = FloatTable(raw_ids.values.clone())
             else:
                 self._catch_up_rows(name, held_ids, raw_ids)
-        for gone in self.tables.keys() - newer.tables.keys():
-            del self.tables[gone]
-        for gone in self.raw_ids.keys() - newer.raw_ids.keys():
-            del self.raw_ids[gone]
+        for old_name in self.tables.keys() - newer.tables.keys():
+            del self.tables[old_name]
+        for old_name in self.raw_ids.keys() - newer.raw_ids.keys():
+            del self.raw_ids[old_name]
         self.behind = {}
 
     def _catch_up_rows(self, name: str, rows: ServedTable, newer: ServedTable) -> None:

@@ -109,13 +109,13 @@ class DemoSettings:
         Raises:
             SettingsError: it is asked for.
         """
-        others = {
+        conflicts = {
             f"--ranks {self.ranks}": self.ranks > 1,
             "--lookahead": self.lookahead,
             f"--home {self.home}": self.home is not None,
             f"--servers {self.servers}": self.servers > 0,
         }
-        for option, is_given in others.items():
+        for option, is_given in conflicts.items():
             if is_given:
                 raise _refused("--keyed", f"--keyed with {option}", "one process, tables in memory")
 

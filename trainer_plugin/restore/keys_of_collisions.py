@@ -56,12 +56,12 @@ class _StoredIds(NamedTuple):
     Attributes:
         raw_ids: int64 [n]; `NO_ID` stands for none.
         rows: the row of each, int64 [n].
-        known: `LAST_USE`, `USES` or both -> int64 [n].
+        use_states: `LAST_USE`, `USES` or both -> int64 [n].
     """
 
     raw_ids: Tensor
     rows: Tensor
-    known: Mapping[str, Tensor]
+    use_states: Mapping[str, Tensor]
 
 
 class _ChosenKeys(NamedTuple):
@@ -114,37 +114,48 @@ class KeysOfCollisions:
             tensors: dense tensors of the checkpoint, by name.
         """
         if not self._states:
-            prefix = _prefix(self._stored.name, tensors)
-            if prefix is None:
-                text = (
-                    f"table {self._table.name!r} has keys, and the checkpoint has no raw ids "
-                    f"(managed collisions) of the rows of {self._stored.name!r}"
-                )
-                return [Mismatch(text, mismatches.MAPPED_TABLE)]
-            forms = {
-                name: (tensors[prefix + name].dtype, tuple(tensors[prefix + name].shape))
-                for name in (_RAW_IDS, _ROWS, *_TENSORS.values())
-                if prefix + name in tensors
-            }
-            expected = (torch.int64, (self._stored.rows,))
-            if _ROWS not in forms or set(forms.values()) != {expected}:
-                text = (
-                    f"the managed collisions of {self._stored.name!r} have {forms!r:.300} in the "
-                    f"checkpoint, and not int64 [{self._stored.rows}] each"
-                )
-                return [Mismatch(text, mismatches.MAPPED_TABLE)]
-            known = [state for state, name in _TENSORS.items() if name in forms]
-        else:
-            known = [state for state, name in _STATES.items() if name in self._states]
+            differences = self._form_differences(tensors)
+            if differences:
+                return differences
         rule_state = USES if USES in self._table.own_states else LAST_USE
-        if rule_state in known:
+        stored_names = self._stored_names(tensors)
+        if rule_state in stored_names:
             return []
-        stored_text = " and ".join(_RULES[state].partition(" (")[0] for state in known) or "neither"
+        stored_rules = [_RULES[name].partition(" (")[0] for name in stored_names]
         text = (
             f"table {self._table.name!r} evicts by {_RULES[rule_state]}, and of the ids of "
-            f"{self._stored.name!r} the checkpoint has {stored_text}"
+            f"{self._stored.name!r} the checkpoint has {' and '.join(stored_rules) or 'neither'}"
         )
         return [Mismatch(text, mismatches.KEYED_SETTINGS)]
+
+    def _stored_names(self, tensors: Mapping[str, Tensor]) -> list[str]:
+        """Return which of `LAST_USE` and `USES` the checkpoint has of the ids."""
+        if self._states:
+            return [own_name for own_name, name in _STATES.items() if name in self._states]
+        prefix = _prefix(self._stored.name, tensors) or ""
+        return [own_name for own_name, name in _TENSORS.items() if prefix + name in tensors]
+
+    def _form_differences(self, tensors: Mapping[str, Tensor]) -> list[Mismatch]:
+        """Return what is wrong with the tensors of a module that was not sharded."""
+        prefix = _prefix(self._stored.name, tensors)
+        if prefix is None:
+            text = (
+                f"table {self._table.name!r} has keys, and the checkpoint has no raw ids (managed "
+                f"collisions) of the rows of {self._stored.name!r}"
+            )
+            return [Mismatch(text, mismatches.MAPPED_TABLE)]
+        forms = {
+            name: (tensors[prefix + name].dtype, tuple(tensors[prefix + name].shape))
+            for name in (_RAW_IDS, _ROWS, *_TENSORS.values())
+            if prefix + name in tensors
+        }
+        if _ROWS in forms and set(forms.values()) == {(torch.int64, (self._stored.rows,))}:
+            return []
+        text = (
+            f"the managed collisions of {self._stored.name!r} have {forms!r:.300} in the "
+            f"checkpoint, and not int64 [{self._stored.rows}] each"
+        )
+        return [Mismatch(text, mismatches.MAPPED_TABLE)]
 
     def choose(self, tensors: Mapping[str, Tensor], state: Mapping[int, object]) -> None:
         """Choose the keys that get a row here, after all rows were read; change nothing yet.
@@ -160,15 +171,15 @@ class KeysOfCollisions:
         ids = self._ids(tensors, state)
         is_used = ids.raw_ids != NO_ID
         keys, rows = ids.raw_ids[is_used], ids.rows[is_used]
-        known = {name: values[is_used] for name, values in ids.known.items()}
-        self._require(keys, rows, known)
+        use_states = {name: values[is_used] for name, values in ids.use_states.items()}
+        self._require(keys, rows, use_states)
         none = torch.zeros(len(keys), dtype=torch.int64, device="cpu")
         own_states = {
             KEY: _behind_row_0(keys, 0),
-            LAST_USE: _behind_row_0(known.get(LAST_USE, none), -1),
+            LAST_USE: _behind_row_0(use_states.get(LAST_USE, none), -1),
         }
         if USES in self._table.own_states:
-            own_states[USES] = _behind_row_0(known[USES], 0)
+            own_states[USES] = _behind_row_0(use_states[USES], 0)
         slots = kept_slots(self._table, own_states)
         self._chosen = _ChosenKeys(
             rows[slots - 1], {name: entries[slots] for name, entries in own_states.items()}
@@ -197,22 +208,22 @@ class KeysOfCollisions:
 
     def _ids(self, tensors: Mapping[str, Tensor], state: Mapping[int, object]) -> _StoredIds:
         if self._states:
-            known = {
+            use_states = {
                 state: self._states[name] for state, name in _STATES.items() if name in self._states
             }
             rows = torch.arange(self._stored.rows, device="cpu")
-            return _StoredIds(self._states[RAW_ID], rows, known)
+            return _StoredIds(self._states[RAW_ID], rows, use_states)
         prefix = _prefix(self._stored.name, tensors)
         assert prefix is not None  # `differences` has found it
         replaced = _replaced(state, prefix.removesuffix("."))
-        known = {
+        use_states = {
             own_name: replaced.get(_STATES[own_name], tensors[prefix + name])
             for own_name, name in _TENSORS.items()
             if prefix + name in tensors
         }
-        return _StoredIds(tensors[prefix + _RAW_IDS], tensors[prefix + _ROWS], known)
+        return _StoredIds(tensors[prefix + _RAW_IDS], tensors[prefix + _ROWS], use_states)
 
-    def _require(self, keys: Tensor, rows: Tensor, known: Mapping[str, Tensor]) -> None:
+    def _require(self, keys: Tensor, rows: Tensor, use_states: Mapping[str, Tensor]) -> None:
         """Check numbers that only a damaged or forged checkpoint has.
 
         Raises:
@@ -223,7 +234,7 @@ class KeysOfCollisions:
                 raise ValueError(f"raw ids in rows that are not in 0 … {self._stored.rows - 1}")
             if len(rows.unique()) < len(rows):
                 raise ValueError("two raw ids in one row")
-            for name, values in known.items():
+            for name, values in use_states.items():
                 if values.shape != keys.shape or (len(values) and int(values.min()) < 0):
                     raise ValueError(f"{_RULES[name].partition(' (')[0]} below 0 of a raw id")
         require_own_keys(self._table.name, rows + 1, keys)

@@ -52,11 +52,11 @@ class _Mapped:
         used = (self.raw_ids != NO_ID).nonzero().flatten().tolist()
         return {int(self.raw_ids[row]): self.values[row] for row in used}
 
-    def known(self, policy: str) -> dict[str, Tensor]:
+    def use_states(self, policy: str) -> dict[str, Tensor]:
         """Tensor of the module -> entries by row."""
-        known = {"last_access_iter": self.last_access, "counts": self.counts}
-        names = {"LRU": ("last_access_iter",), "LFU": ("counts",)}.get(policy, tuple(known))
-        return {name: known[name] for name in names}
+        use_states = {"last_access_iter": self.last_access, "counts": self.counts}
+        names = {"LRU": ("last_access_iter",), "LFU": ("counts",)}.get(policy, tuple(use_states))
+        return {name: use_states[name] for name in names}
 
     def commit(
         self,
@@ -70,16 +70,19 @@ class _Mapped:
         more: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> None:
         """Commit the table as it is stored of a table that was sharded by rows, or was not."""
-        known = self.known(policy)
+        use_states = self.use_states(policy)
         table = Table(TABLE, self.values)
         dense: dict[str, Tensor] = {"top.weight": torch.zeros(1), **more}
         sources: dict[str, Any] = {}
         if sharded:
-            table.states = (self.raw_ids, *known.values())
-            table.state_names = ("collisions.raw_id", *[f"collisions.{name}" for name in known])
+            table.states = (self.raw_ids, *use_states.values())
+            table.state_names = (
+                "collisions.raw_id",
+                *[f"collisions.{name}" for name in use_states],
+            )
         else:
             order = self.raw_ids.argsort(stable=True)
-            in_order = {name: entries[order] for name, entries in known.items()}
+            in_order = {name: entries[order] for name, entries in use_states.items()}
             if replaced:  # the buffers are old, and evictions went on with other tensors
                 live = {f"collisions.{name}": entries for name, entries in in_order.items()}
                 in_order = {name: torch.full_like(e, 3) for name, e in in_order.items()}
@@ -172,7 +175,7 @@ def test_the_rule_of_eviction_chooses_among_too_many_ids(
     training = KeyedTraining(4, evict=rule)
     with keyed_checkpointer(training, place) as ckpt:
         ckpt.restore(seed=Seed(source.url, tables={"users": TABLE}))
-        entries = next(iter(mapped.known(policy).values()))
+        entries = next(iter(mapped.use_states(policy).values()))
         used = (mapped.raw_ids != NO_ID).nonzero().flatten().tolist()
         order = sorted((int(entries[row]), int(mapped.raw_ids[row])) for row in used)
         kept_keys = [key for _, key in order[3:]]
