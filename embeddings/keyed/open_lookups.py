@@ -8,6 +8,7 @@ other keys. torch would then add the gradient to those.
 from __future__ import annotations
 
 import weakref
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -15,6 +16,9 @@ from torch import Tensor
 from recpoint.errors import SettingsError
 
 __all__ = ["OpenLookups"]
+
+#: More lookups are kept only if so many are open.
+_FEWEST: Final = 8
 
 
 class OpenLookups:
@@ -24,7 +28,9 @@ class OpenLookups:
     """
 
     def __init__(self) -> None:
-        self._lookups: weakref.WeakSet[_OpenLookup] = weakref.WeakSet()
+        #: Some may have ended. Not in a WeakSet, because each lookup of a batch would wait for it.
+        self._lookups: list[weakref.ref[_OpenLookup]] = []
+        self._room = _FEWEST
 
     def __reduce__(self) -> tuple[type[OpenLookups], tuple[()]]:
         # Gradients of lookups of one module never go to a copy of it.
@@ -40,7 +46,10 @@ class OpenLookups:
             subject: the table, as messages name it.
         """
         lookup = _OpenLookup(slots, steps, subject)
-        self._lookups.add(lookup)
+        self._lookups.append(weakref.ref(lookup))
+        if len(self._lookups) > self._room:
+            self._lookups = list(filter(_open_lookup, self._lookups))
+            self._room = max(_FEWEST, 2 * len(self._lookups))
         # Only autograd keeps the lookup: one whose graph is gone has no backward pass.
         followed: Tensor = torch.ops.aten.alias.default(weight)
         assert followed.grad_fn is not None  # the weight requires gradients, and these are enabled
@@ -53,9 +62,16 @@ class OpenLookups:
         Args:
             since: no lookup after so many steps used these rows. None: any may have.
         """
-        for lookup in list(self._lookups):
-            if lookup.is_open and (since is None or lookup.steps < since):
+        for reference in self._lookups:
+            lookup = _open_lookup(reference)
+            if lookup is not None and (since is None or lookup.steps < since):
                 lookup.has_lost |= bool(torch.isin(slots, lookup.slots).any())
+
+
+def _open_lookup(reference: weakref.ref[_OpenLookup]) -> _OpenLookup | None:
+    """Return a lookup whose backward pass may still come, or None."""
+    lookup = reference()
+    return lookup if lookup is not None and lookup.is_open else None
 
 
 class _OpenLookup:

@@ -177,12 +177,11 @@ class SlotValues:
             optimizers = [] if optimizer is None else [optimizer]
         pending = self._pending
         slots = pending[0] if len(pending) == 1 else torch.cat(pending)
-        is_trained = False
-        for optimizer, group in self._holders(optimizers):
-            is_trained = True
+        holders = list(self._holders(optimizers))
+        for optimizer, group in holders:
             for state, value in self._entries(optimizer, group):
                 self.memory.begin_entry(slots, state, value)
-        if is_trained:
+        if holders:
             pending.clear()
 
     def _entries(
@@ -194,7 +193,8 @@ class SlotValues:
             SettingsError: how a row state begins is not known.
         """
         entries = []
-        states = row_states(optimizer.state.get(self.weight, {}), self.weight.shape[0])
+        weight = self.weight
+        states = row_states(optimizer.state.get(weight, {}), weight.shape[0])
         for name, state in states.items():
             value = first_entry(optimizer, group, name)
             if value is None:

@@ -313,6 +313,18 @@ def test_a_backward_pass_after_a_restore() -> None:
         early.sum().backward()
 
 
+def test_lookups_that_have_ended_are_forgotten() -> None:
+    keyed = KeyedEmbedding(2, 9)
+    open_rows = [keyed(torch.tensor([key])) for key in range(9)]
+    for _ in range(40):
+        keyed(torch.tensor([1])).sum().backward()
+    assert 9 <= len(keyed.slots.open_lookups._lookups) <= 2 * 9
+    torch.cat(open_rows).sum().backward()
+    for _ in range(20):
+        keyed(torch.tensor([1])).sum().backward()
+    assert len(keyed.slots.open_lookups._lookups) <= 8
+
+
 def test_a_weight_that_is_no_parameter() -> None:
     keyed = KeyedEmbedding(2, 4)
     ids = torch.tensor([1])
