@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Final
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
@@ -17,21 +17,54 @@ from recpoint.embeddings.cache.mover import Mover
 from recpoint.embeddings.cache.residents import CachedRows
 from recpoint.embeddings.cache.slots import RecordLayout
 
-__all__ = ["HomeSink"]
+__all__ = ["HomeSink", "RowsAtHomeIdle", "RowsOfTable"]
 
 _ROWS_AT_A_TIME: Final = 65_536
 
 
+class RowsAtHomeIdle(Protocol):
+    """Reads and writes rows at a home while nothing is trained: int64 [n], ascending."""
+
+    def fetch(self, ids: Tensor, records: Tensor) -> None:
+        """Read records of rows that were written: uint8 [n, bytes]. Others are left alone."""
+
+    def write(self, ids: Tensor, records: Tensor) -> None:
+        """Write records, uint8 [n, bytes]."""
+
+
+class RowsOfTable:
+    """The rows of a cached table at its home; `RowsAtHomeIdle`.
+
+    Args:
+        mover: moves rows between slots and home.
+        cached_rows: the table.
+    """
+
+    def __init__(self, mover: Mover, cached_rows: CachedRows) -> None:
+        self._mover, self._name = mover, cached_rows.slots.name
+        # Also if no row is for this rank: other ranks write theirs.
+        mover.put_at_home(cached_rows)
+
+    def fetch(self, ids: Tensor, records: Tensor) -> None:
+        """Read records; see `Mover.fetch_idle`."""
+        self._mover.fetch_idle(self._name, ids, records)
+
+    def write(self, ids: Tensor, records: Tensor) -> None:
+        """Write records; see `Mover.write_idle`."""
+        self._mover.write_idle(self._name, ids, records)
+
+
 class HomeSink:
-    """Writes the rows of one piece of a table to the table's home; a `RowSink`.
+    """Writes the rows of one piece of a table to a home; a `RowSink`.
 
     A table that was sharded by columns has several pieces. They are read one after another, and
     each adds its columns to the records that the home has.
 
     Args:
-        mover: moves rows between slots and home.
-        cached_rows: the table; its cache has been emptied (`Cache.restored`), and its slots have
-            the row states of the checkpoint, by name. One value a row may be [slots] or [slots, 1].
+        at_home: reads and writes the rows.
+        part: the rows that are for this trainer.
+        layout: layout of the records, with the row states of the checkpoint, by name. One value a
+            row may be [slots] or [slots, 1].
         stored: the table in the checkpoint.
         piece: the piece.
         changed: bitmap of the rows of the table's part that increments held; None: nobody asks.
@@ -43,23 +76,20 @@ class HomeSink:
 
     def __init__(
         self,
-        mover: Mover,
-        cached_rows: CachedRows,
+        at_home: RowsAtHomeIdle,
+        part: range,
+        layout: RecordLayout,
         stored: LogicalTable,
         piece: Piece,
         changed: Tensor | None,
         states_here: Mapping[str, Tensor],
     ) -> None:
-        self._mover = mover
-        self._name = cached_rows.slots.name
+        self._at_home = at_home
+        self._layout = layout
         self._stored, self._piece = stored, piece
         self._changed = changed
         self._states_here = dict(states_here)
-        part = cached_rows.part
         self.wanted = range(min(part.start, stored.rows), min(part.stop, stored.rows))
-        self._layout: RecordLayout = cached_rows.slots.fix_layout()
-        # Also if no row is for this rank: other ranks write theirs.
-        mover.put_at_home(cached_rows)
 
     def take(self, stored: StoredRows, positions: Tensor | None) -> None:
         """See `RowSink.take`."""
@@ -81,7 +111,7 @@ class HomeSink:
             positions.numel(), self._layout.size_bytes, dtype=torch.uint8, device="cpu"
         )
         if len(self._stored.pieces) > 1:
-            self._mover.fetch_idle(self._name, ids, records)
+            self._at_home.fetch(ids, records)
         arrays = {field.name: self._layout.array(records, field) for field in self._layout.fields}
         values = arrays.pop("")
         for name, state in self._states_here.items():
@@ -96,7 +126,7 @@ class HomeSink:
             self._layout.put(records, field, arrays.get(field.name, values))
         for name, state in self._states_here.items():
             state[ids] = arrays[name]
-        self._mover.write_idle(self._name, ids, records)
+        self._at_home.write(ids, records)
 
     def mark(self, rows: range | Tensor) -> None:
         """See `RowSink.mark`."""

@@ -1,7 +1,7 @@
 """Restores a keyed table from another number of slots, or from a plain table, and back.
 
-The rows of the checkpoint are read into tensors of their own, and then go to the slots that they
-have here:
+The rows of the checkpoint are read into tensors of their own, or wait at home, if the table is in a
+cache. Then they go to the slots that they have here:
 
 - A slot that the table has keeps its number. Keys of higher slots take the lowest free ones.
 - If the table has fewer slots than keys, the rule of eviction decides which keys leave.
@@ -12,7 +12,7 @@ have here:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +21,6 @@ from torch.optim import Optimizer
 from recpoint.catalog.restore.keyed_rows import KEY, KEYED_STATES, LAST_USE, has_keys
 from recpoint.catalog.restore.placement import TablePart
 from recpoint.catalog.restore.rows import LogicalTable
-from recpoint.embeddings.cache.cached_keys import CachedKeys
 from recpoint.embeddings.tables.tables import ModuleTable, Table
 from recpoint.format.dtypes import torch_dtype
 from recpoint.trainer_plugin import mismatches
@@ -29,11 +28,10 @@ from recpoint.trainer_plugin.integrations.keyed import KeyedSource, KeyedTable
 from recpoint.trainer_plugin.mismatches import Mismatch
 from recpoint.trainer_plugin.restore.growth import Growth
 from recpoint.trainer_plugin.restore.kept_keys import begun_state, kept_slots
+from recpoint.trainer_plugin.restore.shelved_rows import ShelvedRows
 from recpoint.trainer_plugin.restore.unkeyed_rows import place_rows_of_keys
 
 __all__ = ["MovedKeys"]
-
-_ROWS_AT_A_TIME: Final = 65_536
 
 
 class MovedKeys:
@@ -64,6 +62,7 @@ class MovedKeys:
         self._stored = stored_tables
         self._values: dict[str, Tensor] = {}
         self._states: dict[str, dict[str, Tensor]] = {}
+        self._shelves: dict[str, ShelvedRows] = {}
         self.names = {
             name: stored_tables[name].rows
             for name, table in self._tables.items()
@@ -126,6 +125,23 @@ class MovedKeys:
             first_column=0,
         )
 
+    def shelf(self, table: Table) -> ShelvedRows:
+        """Return where all rows of a table in a cache go until `place` moves them."""
+        stored, keys = self._stored[table.name], self._tables[table.name].in_cache
+        assert keys is not None
+        states = {
+            state.name: torch.empty(stored.rows, dtype=torch.int64, device="cpu")
+            for state in stored.row_states
+            if state.name in KEYED_STATES
+        }
+        self._shelves[table.name] = ShelvedRows(keys, stored.rows, states)
+        return self._shelves[table.name]
+
+    def give_up(self) -> None:
+        """Have homes forget rows that were not placed."""
+        while self._shelves:
+            self._shelves.popitem()[1].give_up()
+
     def adopt(self, saved: dict[str, Any]) -> dict[str, Any]:
         """Return a state tree in which plain tables of the checkpoint are keyed ones, never used.
 
@@ -173,55 +189,27 @@ class MovedKeys:
 
     @torch.no_grad()
     def _place(self, table: KeyedTable, row_states: Mapping[str, Tensor]) -> None:
-        values, states = self._values.pop(table.name), self._states.pop(table.name)
+        shelf = self._shelves.pop(table.name, None)
+        states = self._states.pop(table.name) if shelf is None else shelf.states
         own_states = {key: states[key] for key in table.own_states.keys() & states.keys()}
         # Row 0 of a keyed table has no key. A plain table has no such row.
         first_slot = 0 if own_states else 1
         if not own_states:
-            own_states = _unused(len(values), table.own_states)
+            own_states = _unused(self._stored[table.name].rows, table.own_states)
         slots = kept_slots(table, own_states)
         places = _places(slots, capacity_rows=table.rows - 1)
         stored_rows = slots - first_slot
-        if table.in_cache is None:
-            table.weight.detach().zero_()[places] = values[stored_rows]
+        if shelf is not None:
+            shelf.place(places, stored_rows)
+        else:
+            table.weight.detach().zero_()[places] = self._values.pop(table.name)[stored_rows]
             for state_name, tensor in row_states.items():
                 if state_name not in own_states:
                     # A slot without key gets its entries when a key gets it.
                     tensor.zero_()[places] = states[state_name][stored_rows].view_as(tensor[places])
-        else:
-            _write_home(table.in_cache, places, values, states, stored_rows)
         for state_name, tensor in table.own_states.items():
             tensor.fill_(-1 if state_name == LAST_USE else 0)
             tensor[places] = own_states[state_name][slots]
-
-
-def _write_home(
-    keys: CachedKeys,
-    places: Tensor,
-    values: Tensor,
-    states: Mapping[str, Tensor],
-    stored_rows: Tensor,
-) -> None:
-    """Write rows to the home of a cached table, whose slots have the row states' form.
-
-    Args:
-        keys: the table in its cache, which is empty.
-        places: int64 [n]: the rows here.
-        values: [stored rows, dim].
-        states: name -> [stored rows, …].
-        stored_rows: int64 [n]: the rows of `values` and `states`.
-    """
-    mover = keys.cache.mover
-    cached_rows = mover.tables[keys.name]
-    layout = cached_rows.slots.fix_layout()
-    mover.put_at_home(cached_rows)
-    order = torch.argsort(places)
-    for part in order.split(_ROWS_AT_A_TIME):
-        records = torch.empty(len(part), layout.size_bytes, dtype=torch.uint8, device="cpu")
-        for field in layout.fields:
-            array = states[field.name] if field.name else values
-            layout.put(records, field, array[stored_rows[part]])
-        mover.write_idle(keys.name, places[part], records)
 
 
 def _unused(keys: int, own_states: Mapping[str, Tensor]) -> dict[str, Tensor]:

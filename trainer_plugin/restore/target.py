@@ -22,7 +22,7 @@ from recpoint.trainer_plugin import mismatches
 from recpoint.trainer_plugin.mismatches import Mismatch, incompatible
 from recpoint.trainer_plugin.policy import Tip
 from recpoint.trainer_plugin.restore.growth import Growth, stored_rows_here
-from recpoint.trainer_plugin.restore.home_sink import HomeSink
+from recpoint.trainer_plugin.restore.home_sink import HomeSink, RowsOfTable
 from recpoint.trainer_plugin.restore.moved_keys import MovedKeys
 from recpoint.trainer_plugin.restore.table_differences import table_differences
 from recpoint.trainer_plugin.state.import_note import imported_path
@@ -91,6 +91,7 @@ class ModelTarget:
     def begin(self, manifest: Manifest) -> Sequence[TableTarget | RowSink | None]:
         """Check tables and row states, and return where rows go; see `RestoreTarget.begin`."""
         stored_tables = logical_tables(manifest.tables)
+        self._moved.give_up()  # of a checkpoint that could not be read
         self._moved = MovedKeys(self._tables, stored_tables, self._growth)
         unmoved_tables = {
             name: stored
@@ -119,9 +120,7 @@ class ModelTarget:
         self._growth.try_rules(self._tables, grown)
         self._rows.clear()
         self.changed.clear()
-        plain = [
-            table for table in self._tables if not table.cached or table.name in self._moved.names
-        ]
+        plain = [table for table in self._tables if not table.cached]
         targets = map_parts(
             manifest, [self._part(table, stored_tables[table.name]) for table in plain]
         )
@@ -139,18 +138,30 @@ class ModelTarget:
             stored = stored_tables[table.name]
             states = self._row_states(table, stored)
             cached_rows.slots.states = _states_in_slots(table, states)
+            layout = cached_rows.slots.fix_layout()
             if table.name in self._moved.names:
+                shelf = self._moved.shelf(table)
+                for piece in stored.pieces:
+                    sink = HomeSink(shelf, shelf.rows, layout, stored, piece, None, shelf.states)
+                    yield piece.index, sink
                 continue
             if table.name in self.grown:
                 self._growth.begin_at_home(table, cached_rows)
             elif self._since_full:
                 self.changed[table.key] = dirty_bitmap.new(table.rows)
             changed = self.changed.get(table.key)
+            rows_of_table = RowsOfTable(mover, cached_rows)
             for piece in stored.pieces:
-                yield (
-                    piece.index,
-                    HomeSink(mover, cached_rows, stored, piece, changed, table.own_states),
+                sink = HomeSink(
+                    rows_of_table,
+                    cached_rows.part,
+                    layout,
+                    stored,
+                    piece,
+                    changed,
+                    table.own_states,
                 )
+                yield piece.index, sink
 
     def _cached_tables(self) -> Iterator[tuple[Table, CachedRows]]:
         for table in self._tables:

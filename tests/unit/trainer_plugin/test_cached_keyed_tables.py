@@ -274,9 +274,10 @@ def test_a_checkpoint_has_the_keys_and_rows_of_its_cut_however_late_they_are_rea
 
 
 @pytest.mark.parametrize("capacity_rows", [12, 60])
-def test_another_capacity_behind_a_home(place: Place, capacity_rows: int) -> None:
+def test_another_capacity_behind_a_home(place: Place, tmp_path: Path, capacity_rows: int) -> None:
     train(KeyedTraining(20), place, 9, 9)
-    trainings = pair(local(), capacity_rows)
+    home = local(tmp_path / "home") if capacity_rows == 12 else MemoryHome()
+    trainings = pair(home, capacity_rows)
     for training in trainings:
         with keyed_checkpointer(training, place) as ckpt:
             ckpt.restore()
@@ -285,6 +286,30 @@ def test_another_capacity_behind_a_home(place: Place, capacity_rows: int) -> Non
                 training.batch()
                 ckpt.step()
     assert rows_of_keys(trainings[0]) == rows_of_keys(trainings[1])
+    if isinstance(home, MemoryHome):
+        assert shelf_pages(home) == [0]
+
+
+def shelf_pages(home: MemoryHome) -> list[int]:
+    """Return how many pages each table has at which rows waited for their places."""
+    return [
+        table.live.record_pages for table in home._tables.all() if "restored" in table.form.table
+    ]
+
+
+def test_rows_of_a_damaged_checkpoint_do_not_stay_at_home(place: Place) -> None:
+    train(KeyedTraining(20), place, 12, 6)
+    for chunk in Path(place.run).glob("chunks/000000000012-*/r00000-t*"):
+        chunk.write_bytes(chunk.read_bytes()[:-1] + b"?")
+    home = MemoryHome()
+    trainings = pair(home, 40)
+    for training in reversed(trainings):
+        with keyed_checkpointer(training, place) as ckpt:
+            ckpt.restore()
+            assert ckpt.batches_done == 6
+            ckpt.close(final=False)
+    assert rows_of_keys(trainings[0]) == rows_of_keys(trainings[1])
+    assert shelf_pages(home) == [0, 0]
 
 
 def test_a_table_without_keys_in_another_capacity_behind_a_home(place: Place) -> None:
