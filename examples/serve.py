@@ -19,11 +19,11 @@ import torch
 
 from recpoint import Follower
 from recpoint.errors import NotServing
-from train_dlrm import DLRM, open_reader
+from train_dlrm import build_model, open_reader
 
 
 def arguments() -> argparse.Namespace:
-    """Parse the command line; --data and --rows must be the same as the trainer's."""
+    """Parse the command line; --data, --rows and --keyed must be the same as the trainer's."""
     add = (parser := argparse.ArgumentParser(description=__doc__.splitlines()[0])).add_argument
     add("--run", required=True, help="URL of the run to follow")
     add("--channel", default="newest", choices=("newest", "validated", "published"))
@@ -33,6 +33,7 @@ def arguments() -> argparse.Namespace:
     add("--threads", type=int, default=1, help="torch threads")
     add("--data", default="retail", help="same as for train_dlrm.py")
     add("--rows", type=int, default=1 << 18, help="same as for train_dlrm.py")
+    add("--keyed", action="store_true", help="same as for train_dlrm.py")
     parser.set_defaults(batch=512, steps=None, seed=0)
     return parser.parse_args()
 
@@ -85,7 +86,7 @@ def main() -> None:
     reader = open_reader(args)
     follower = Follower(
         args.run,
-        model=DLRM(reader.tables, reader.dense_width),
+        model=build_model(reader),
         channel=args.channel,
         quantized=args.quantized,
         poll_seconds=args.poll,

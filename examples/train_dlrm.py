@@ -124,6 +124,12 @@ def open_reader(args: argparse.Namespace, rank: int = 0, ranks: int = 1) -> Read
     return CriteoReader(args.data, lines=args.batch, rows=args.rows)
 
 
+def build_model(reader: Reader) -> DLRM:
+    """Return a model with a table for each column of the reader."""
+    keyed = reader.keyed_tables if isinstance(reader, RetailReader) else ()
+    return DLRM(reader.tables, reader.dense_width, keyed=keyed)
+
+
 def ids_of(reader: Reader) -> Callable[[Batch], dict[str, torch.Tensor]]:
     """Return a function from a batch to the rows that it looks up, by name of the table."""
     names = [f"tables.{name}" for name in reader.tables]
@@ -151,8 +157,7 @@ def main() -> None:
         seed(args.seed + rank)  # weights come from rank 0; dropout differs between ranks
     torch.sparse.check_sparse_tensor_invariants.disable()  # the default, without its warning
     reader = open_reader(args, rank, ranks)
-    keyed = reader.keyed_tables if isinstance(reader, RetailReader) else ()
-    model = DLRM(reader.tables, reader.dense_width, keyed=keyed)
+    model = build_model(reader)
     batches = Lookahead(reader, model, ids=ids_of(reader)) if args.lookahead else reader
     trained = replicated(model)
     dense_parameters = [p for n, p in model.named_parameters() if not n.startswith("tables.")]

@@ -22,7 +22,7 @@ from retail import RetailReader
 from tests.agent_process import AgentProcess
 from tests.forked_program import ForkedProgram, be_script, run_script
 from tests.polling import until
-from train_dlrm import DLRM
+from train_dlrm import build_model
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 ROWS, BATCH = 2000, 64
@@ -45,11 +45,11 @@ def server(run: str, said: Path, *options: str) -> Iterator[str]:
         process.wait()
 
 
-def trained(run: str, staging: Path, steps: int) -> None:
+def trained(run: str, staging: Path, steps: int, *options: str) -> None:
     arguments = ["--run", run, "--staging", str(staging), "--rows", str(ROWS)]
     arguments += ["--batch", str(BATCH)]
     arguments += ["--interval", "10", "--steps", str(steps), "--max-staged", "4"]
-    run_script(str(EXAMPLES / "train_dlrm.py"), *arguments).check_returncode()
+    run_script(str(EXAMPLES / "train_dlrm.py"), *arguments, *options).check_returncode()
 
 
 def asked(url: str, sparse: torch.Tensor) -> dict[str, Any] | None:
@@ -65,15 +65,15 @@ def asked(url: str, sparse: torch.Tensor) -> dict[str, Any] | None:
     return found
 
 
-def expected(steps: int, sparse: torch.Tensor) -> dict[int, list[float]]:
+def expected(steps: int, sparse: torch.Tensor, *, keyed: bool) -> dict[int, list[float]]:
     """What the trainer's model predicts after each batch: the same training, in this process."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(0)
     torch.sparse.check_sparse_tensor_invariants.disable()
-    reader = RetailReader(lines=BATCH // 2, rows=ROWS)
-    model = DLRM(reader.tables, reader.dense_width)
+    reader = RetailReader(lines=BATCH // 2, rows=ROWS, keyed=keyed)
+    model = build_model(reader)
     dense = [p for name, p in model.named_parameters() if not name.startswith("tables.")]
     optimizers = [
         torch.optim.Adagrad(model.tables.parameters(), lr=0.1),
@@ -105,10 +105,14 @@ def caught_up(url: str) -> dict[str, Any] | None:
 
 
 @pytest.mark.slow
-def test_predictions_are_the_trainers_at_the_step_they_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "keyed", [False, pytest.param(True, marks=pytest.mark.nightly("loops"))], ids=["rows", "keys"]
+)
+def test_predictions_are_the_trainers_at_the_step_they_name(tmp_path: Path, keyed: bool) -> None:
+    options = ["--keyed"] if keyed else []
     run, staging = str(tmp_path / "run"), tmp_path / "staging"
-    sparse = next(iter(RetailReader(lines=8, rows=ROWS, seed=5))).sparse
-    right = expected(60, sparse)
+    sparse = next(iter(RetailReader(lines=8, rows=ROWS, seed=5, keyed=keyed))).sparse
+    right = expected(60, sparse, keyed=keyed)
     seen: dict[int, list[float]] = {}
 
     def serves(url: str, step: int) -> bool:
@@ -117,14 +121,17 @@ def test_predictions_are_the_trainers_at_the_step_they_name(tmp_path: Path) -> N
             seen[answer["step"]] = answer["logits"]
         return answer is not None and answer["step"] == step
 
-    with AgentProcess(staging, tmp_path / "agent.log"), server(run, tmp_path / "one") as url:
+    with (
+        AgentProcess(staging, tmp_path / "agent.log"),
+        server(run, tmp_path / "one", *options) as url,
+    ):
         assert asked(url, sparse) is None
         for steps in (20, 60):
-            trained(run, staging, steps)
+            trained(run, staging, steps, *options)
             until(partial(serves, url, steps))
         # The version is there before the figures about it, at the end of the same look.
         status = until(lambda: caught_up(url))
-        with server(run, tmp_path / "other", "--quantized") as other:
+        with server(run, tmp_path / "other", "--quantized", *options) as other:
             until(lambda: serves(other, 60))
     assert seen.keys() >= {20, 60} and all(logits == right[s] for s, logits in seen.items())
     assert seen[20] != seen[60]
