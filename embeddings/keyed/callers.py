@@ -8,40 +8,40 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import Parameter
 
 from recpoint.embeddings.home.ranks import rank_and_count
+from recpoint.embeddings.keyed.slot_values import SlotValues
 from recpoint.errors import SettingsError
 
 __all__ = ["refuse_caller", "refuse_no_memory"]
 
 
-def refuse_caller(
-    module: nn.Module, weight: Tensor, subject: str, *, is_whole: bool, sparse: bool
-) -> None:
+def refuse_caller(module: nn.Module, weight: Tensor, rows: SlotValues) -> None:
     """Refuse a caller that would train a keyed table wrongly.
 
     Args:
         module: the module that is looked up.
         weight: its weight.
-        subject: the table, as messages name it.
-        is_whole: the weight has the rows of all slots.
-        sparse: lookups give sparse gradients.
+        rows: the rows of the table's slots.
 
     Raises:
         SettingsError: it is such a caller.
     """
+    ranks = rank_and_count()[1]
     if torch._C._current_graph_task_id() != -1:
         found = "a lookup within a backward pass, as activation checkpointing does it again"
         expected = "lookups in the forward pass only, since each counts"
         next_step = "look keys up outside of what torch.utils.checkpoint calls"
-    elif rank_and_count()[1] > 1 and not is_whole:
-        found = f"training on {rank_and_count()[1]} ranks, and rows in a cache"
+    elif ranks > 1 and not rows.memory.is_whole:
+        found = f"training on {ranks} ranks, and rows in a cache"
         expected = "one trainer, or the whole table in the memory of each rank"
         next_step = "train the table in one process, or leave it out of cached()"
-    elif sparse and getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
-        found = (
-            "sparse=True in DistributedDataParallel, which takes sparse gradients of torch's own "
-        )
-        found += "embedding modules only"
-        expected, next_step = "dense gradients", "build the table with sparse=False"
+    elif ranks > 1 and weight is not rows.weight:
+        found = f"training on {ranks} ranks with a weight that was put in place of the table's own"
+        expected = "the whole table on each rank; fully_shard and its like cut parameters"
+        next_step = "use DistributedDataParallel, and cut dense layers only"
+    elif rows.sparse and getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
+        found = "sparse=True in DistributedDataParallel"
+        expected = "dense gradients: it takes sparse ones of torch's own embedding modules only"
+        next_step = "build the table with sparse=False"
     elif "_is_replica" in module.__dict__:
         found, expected = "a replica of nn.DataParallel", "the module itself"
         next_step = "use DistributedDataParallel, or train in one process"
@@ -57,7 +57,7 @@ def refuse_caller(
         next_step = "trace the model in evaluation, or with to_table(vocabulary) in its place"
     else:
         return
-    raise SettingsError(subject, found=found, expected=expected, next_step=next_step)
+    raise SettingsError(rows.subject, found=found, expected=expected, next_step=next_step)
 
 
 def refuse_no_memory(weight: Tensor, subject: str) -> None:

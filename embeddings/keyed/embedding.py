@@ -198,13 +198,7 @@ class _KeyedModule(nn.Module):
             refuse_capture(f"a lookup of {slots.rows.subject}")
         is_training = self.training and weight.requires_grad and torch.is_grad_enabled()
         if is_training:
-            refuse_caller(
-                self,
-                weight,
-                slots.rows.subject,
-                is_whole=slots.rows.memory.is_whole,
-                sparse=self.sparse,
-            )
+            refuse_caller(self, weight, slots.rows)
             if weight is not slots.rows.weight:  # as load_state_dict(assign=True) does
                 slots.rows.weight = weight
                 slots.rows.follow_weight()

@@ -192,6 +192,19 @@ def test_training_in_a_cache_on_several_ranks() -> None:
         dist.destroy_process_group()
 
 
+def test_a_weight_that_ranks_have_cut() -> None:
+    keyed = KeyedEmbedding(2, 5)
+    keyed(torch.tensor([1]))
+    keyed.weight = nn.Parameter(keyed.weight.detach().clone())  # as fully_shard does
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        with pytest.raises(SettingsError, match="put in place of the table's own"):
+            keyed(torch.tensor([1]))
+    finally:
+        dist.destroy_process_group()
+    keyed(torch.tensor([1]))
+
+
 def test_a_copy_of_the_model_reports_to_no_checkpointer() -> None:
     class Marks:
         def __init__(self) -> None:
