@@ -1,17 +1,16 @@
 """Takes hundreds of checkpoints while trainer, agent, store and Prefect are killed again and again.
 
 A small model trains against a real S3 server and a real Prefect server, whose workers retain,
-consolidate, validate, publish, sweep and drain on short schedules, while processes are killed with
-SIGKILL at random (the seed is printed). A second trainer, without checkpoints and kills, records
-the state after each batch: the truth. Counted are: manifests that are gone although retention gave
-no reason, and stored checkpoints that do not restore to the truth (`lost`); restarts of the trainer
-that did not restore the newest committed checkpoint, bit for bit (`wrong_restores`). Memory growth
-is measured in the longest life of trainer and agent: the end against the beginning after a warm-up.
-Lag is the trainer's own count. A fault is over when the killed processes are up again; a fault of
-Prefect is over at once. Store, Prefect and agent share the machine's cores with everything else. An
-interval is longer than the start of a trainer; otherwise lag could not be low again within one
-interval.
-"""
+consolidate, validate, publish, fill a sink, sweep and drain on short schedules, while processes are
+killed with SIGKILL at random (the seed is printed). A second trainer, without checkpoints and
+kills, records the state after each batch: the truth. Counted are: manifests that are gone although
+retention gave no reason, and stored checkpoints that do not restore to the truth (`lost`); restarts
+of the trainer that did not restore the newest committed checkpoint, bit for bit (`wrong_restores`).
+Memory growth is measured in the longest life of trainer and agent: the end against the beginning
+after a warm-up. Lag is the trainer's own count. A fault is over when the killed processes are up
+again; a fault of Prefect is over at once. Store, Prefect and agent share the machine's cores with
+everything else. An interval is longer than the start of a trainer; otherwise lag could not be low
+again within one interval."""
 
 from __future__ import annotations
 
@@ -58,6 +57,7 @@ _SMOKE = Pace(
     validate=30,
     validate_full=30,
     publish=30,
+    publish_to=30,
     sweep=30,
     drain=30,
     forget=30,
@@ -72,6 +72,7 @@ _FULL = Pace(
     validate=60,
     validate_full=120,
     publish=75,
+    publish_to=75,
     sweep=90,
     drain=90,
     forget=120,

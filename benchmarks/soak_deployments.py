@@ -36,6 +36,7 @@ class Pace:
     validate: int
     validate_full: int
     publish: int
+    publish_to: int
     sweep: int
     drain: int
     forget: int
@@ -51,7 +52,7 @@ def deploy(run_url: str, folder: Path, pace: Pace, variables: Mapping[str, str])
     Raises:
         RuntimeError: Prefect failed; the message has its output.
     """
-    document = scheduled(run_url, pace)
+    document = scheduled(run_url, pace, sink_url=f"sqlite:{folder / 'served.db'}")
     (folder / "prefect.yaml").write_text(yaml.safe_dump(document, sort_keys=False))
     _prefect(folder, variables, "work-pool", "create", "recpoint", "--type", "process")
     _prefect(folder, variables, "deploy", "--all")
@@ -69,7 +70,7 @@ def workers(pace: Pace) -> list[tuple[str, ...]]:
     return [(*_WORKER, "--work-queue", queue) for queue in sorted(queues)]
 
 
-def scheduled(run_url: str, pace: Pace) -> dict[str, Any]:
+def scheduled(run_url: str, pace: Pace, *, sink_url: str = "sqlite:served.db") -> dict[str, Any]:
     """Return prefect.yaml's deployments that have a schedule, each with an active one of seconds.
 
     Raises:
@@ -98,6 +99,8 @@ def scheduled(run_url: str, pace: Pace) -> dict[str, Any]:
         elif flow == "sweep":
             deployment["entrypoint"] = "benchmarks.soak_flows:sweep"
             deployment["parameters"]["grace_seconds"] = pace.sweep_grace
+        elif flow == "publish_to":
+            deployment["parameters"]["sink_url"] = sink_url
         elif flow == "consolidate":
             deployment["parameters"]["after_links"] = 6
     return document | {"deployments": chosen}
