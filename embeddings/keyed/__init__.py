@@ -9,6 +9,7 @@ checkpoint may say of that), `eviction.py` (which rows leave first), `expiry.py`
 because of their age), `slot_memory.py` (where the rows of slots lie), `slot_values.py` (their
 values and optimizer state), `open_lookups.py` (whose gradients come too late), `key_slots.py`
 (gives slots to keys), `steps.py` (what a step of an optimizer means for them), `callers.py` (which
-lookups are refused), `all_ranks.py` (what several ranks look up together) and `embedding.py` (the
-modules that a model has).
+lookups are refused), `all_ranks.py` (what several ranks look up together),
+`loaded_states.py` (whose optimizer state was loaded), `keyed_module.py` (the weight and its keys)
+and `embedding.py` (the modules that a model has).
 """
