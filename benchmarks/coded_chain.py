@@ -16,6 +16,7 @@ from torch import Tensor
 from benchmarks import stored_sizes
 from benchmarks.learning import method_of
 from benchmarks.stored_sizes import Form, form_of
+from recpoint.catalog.persist.priced_codes import priced_method
 from recpoint.catalog.persist.residual_price import residual_price, sampled_spans
 from recpoint.catalog.persist.residuals import residuals_to
 from recpoint.catalog.persist.row_widths import with_fewer_chunks
@@ -36,8 +37,7 @@ class Rule(NamedTuple):
         bits: width of all rows; None: each row has the width that the price gives it.
         price: loss for each stored bit, if rows have widths of their own.
         residual: whether increments store differences from their full.
-        quantizer: a setting; "auto" takes plain codes for rows with widths of their own, as it
-            does for 8 bits.
+        quantizer: a setting.
     """
 
     bits: int | None = None
@@ -89,15 +89,15 @@ def chain_rows(
     """
     full_widths = _row_widths(full, rule)
     needed = torch.cat([changed, wanted]).unique()
-    restored = _decoded(full.rows, full_widths, needed, rule, seed)
+    restored = _decoded(full.rows, full_widths, needed, rule, seed, residual=False)
     position = torch.searchsorted(needed, changed)
     base, rows = restored[position], newest.rows[changed]
     stored = residuals_to(base, rows) if rule.residual else rows
     importance = newest.importance[changed]
     if rule.residual and rule.bits is None:
-        rule = rule._replace(price=_residual_price(rows, stored, importance, rule.price))
+        rule = rule._replace(price=_residual_price(rows, stored, importance, rule))
     widths = _row_widths(TableCopy(stored, importance), rule)
-    newer = _decoded(stored, widths, None, rule, seed)
+    newer = _decoded(stored, widths, None, rule, seed, residual=rule.residual)
     if rule.residual:
         # What is stored exactly is the row itself.
         newer = torch.where(newer.isnan() | (widths == EXACT)[:, None], rows, base + newer)
@@ -109,10 +109,16 @@ def chain_rows(
     )
 
 
-def _residual_price(rows: Tensor, residuals: Tensor, importance: Tensor, price: float) -> float:
+def _residual_price(rows: Tensor, residuals: Tensor, importance: Tensor, rule: Rule) -> float:
     """Return what a bit of residuals may cost, where the rows are one block."""
     positions = torch.cat([torch.arange(s.start, s.stop) for s in sampled_spans(len(rows))])
-    return residual_price(rows[positions], residuals[positions], importance[positions], price)
+    return residual_price(
+        rows[positions],
+        residuals[positions],
+        importance[positions],
+        rule.price,
+        quantizer=rule.quantizer,
+    )
 
 
 def value_bits(forms: Form) -> float:
@@ -147,12 +153,16 @@ def _row_widths(table: TableCopy, rule: Rule) -> Tensor:
     return torch.from_numpy(with_fewer_chunks(widths.numpy(), table.rows.shape[1]))
 
 
-def _decoded(rows: Tensor, widths: Tensor, ids: Tensor | None, rule: Rule, seed: int) -> Tensor:
+def _decoded(
+    rows: Tensor, widths: Tensor, ids: Tensor | None, rule: Rule, seed: int, *, residual: bool
+) -> Tensor:
     """Return the rows `ids` (None: all) as their codes decode to."""
-    is_plain = rule.bits is None and rule.quantizer == "auto"
-    scheme = "asymmetric" if is_plain else rule.quantizer
-    # Of several widths the method matters most for the narrowest, which errs most.
-    method = method_of(rows, rule.bits or min(WIDTHS), scheme, seed=seed)
+    if rule.bits is not None:
+        method = method_of(rows, rule.bits, rule.quantizer, seed=seed)
+    else:
+        by_price = priced_method(rule.quantizer, residual=residual)
+        # Of several widths the method matters most for the narrowest, which errs most.
+        method = by_price or method_of(rows, min(WIDTHS), rule.quantizer, seed=seed)
     chosen, of_chosen = (rows, widths) if ids is None else (rows[ids], widths[ids])
     decoded = chosen.clone()
     for width in WIDTHS:

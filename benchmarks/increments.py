@@ -22,6 +22,7 @@ from torch import Tensor
 
 from benchmarks.learning import Learned, Task, retail
 from benchmarks.report import Report
+from recpoint.catalog.persist.priced_codes import priced_method
 from recpoint.catalog.persist.residual_price import residual_price, sampled_spans
 from recpoint.catalog.persist.residuals import residuals_to
 from recpoint.kernels.allocation import EXACT, WIDTHS, allocate
@@ -115,7 +116,7 @@ class _Chains:
             self._changed = [torch.zeros(len(weight), dtype=torch.bool) for weight in weights]
             self._bases = {
                 price: [
-                    _rounded(weight, importance, price).values
+                    _rounded(weight, importance, price, residual=False).values
                     for weight, importance in zip(weights, importances, strict=True)
                 ]
                 for price in _PRICES
@@ -200,23 +201,25 @@ class _TableRows(NamedTuple):
 
     def whole(self, price: float) -> _Rounded:
         """Return the rows as a full restores them."""
-        return _rounded(self.rows, self.importance, price)
+        return _rounded(self.rows, self.importance, price, residual=False)
 
     def residual(self, price: float) -> _Rounded:
         """Return the rows as an increment restores them."""
         residuals = residuals_to(self.base, self.rows)
-        rounded = _rounded(residuals, self.importance, price)
+        rounded = _rounded(residuals, self.importance, price, residual=True)
         is_exact = (rounded.widths == EXACT)[:, None]
         values = torch.where(is_exact, self.rows, self.base + rounded.values)
         return _Rounded(values, rounded.widths)
 
 
-def _rounded(rows: Tensor, importance: Tensor, price: float) -> _Rounded:
+def _rounded(rows: Tensor, importance: Tensor, price: float, *, residual: bool) -> _Rounded:
+    method = priced_method("auto", residual=residual)
+    assert method is not None
     widths = allocate(rows, importance, price)
     values = rows.clone()
     for width in WIDTHS:
         ids = torch.nonzero(widths == width).flatten()
-        coded = quantize(rows[ids], width, half_parameters=True)
+        coded = quantize(rows[ids], width, method, half_parameters=True)
         values[ids] = dequantize(coded.codes, coded.scale, coded.offset)
     return _Rounded(values, widths)
 

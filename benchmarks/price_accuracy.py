@@ -82,7 +82,8 @@ def run(*, smoke: bool, minutes: float | None = None) -> Report:
 
     Args:
         smoke: tiny sizes of one task.
-        minutes: no model is begun after this time; None: all are measured.
+        minutes: no model is begun after this time; None: all are measured. Each task and optimizer
+            has then been measured with equally many seeds, or one more.
     """
     torch.sparse.check_sparse_tensor_invariants.disable()  # the default, without its warning
     threads = torch.get_num_threads()
@@ -94,7 +95,7 @@ def run(*, smoke: bool, minutes: float | None = None) -> Report:
         _gate()
         seeds = _SMOKE_SEEDS if smoke else _SEEDS
         tasks = [new_task() for new_task in _tasks(smoke)]
-        for task, seed, optimizer in itertools.product(tasks, range(seeds), _OPTIMIZERS):
+        for seed, task, optimizer in itertools.product(range(seeds), tasks, _OPTIMIZERS):
             if time.monotonic() < end:
                 outcomes.append(measure(task, optimizer, seed, curve=seed < _CURVES))
                 print(outcomes[-1], file=sys.stderr, flush=True)

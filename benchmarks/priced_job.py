@@ -41,4 +41,5 @@ def _with_price(table: StagedTable, price: float, scale: float) -> StagedTable:
     if not table.is_quantized or _SUM not in names:
         return table
     allocation = Allocation(price=price.hex(), state=names.index(_SUM), scale=scale.hex())
-    return table.model_copy(update={"allocation": allocation})
+    # A job with a price names no method: the agent takes that of the price.
+    return table.model_copy(update={"allocation": allocation, "method": None})

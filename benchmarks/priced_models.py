@@ -64,7 +64,7 @@ RULE_NAMES: Final = (
     "price x 4",
     "price x 16",
     "price, no residuals",
-    "price, refit",
+    "price, plain codes",
     *(f"{bits} bits" for bits in _WIDTHS),
     *(f"{bits} bits, residuals" for bits in _WIDTHS),
 )
@@ -150,7 +150,7 @@ def measure(task: Task, optimizer: OptimizerName, seed: int, *, curve: bool) -> 
     rules = [Rule(price=price, residual=True), Rule(price=price / 4, residual=True)]
     if curve:
         rules += [Rule(price=price * multiple, residual=True) for multiple in _MULTIPLES]
-        rules += [Rule(price=price), Rule(price=price, residual=True, quantizer="refit")]
+        rules += [Rule(price=price), Rule(price=price, residual=True, quantizer="asymmetric")]
         rules += [
             Rule(bits=bits, residual=is_residual)
             for is_residual, bits in itertools.product((False, True), _WIDTHS)

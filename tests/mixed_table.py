@@ -10,12 +10,25 @@ from recpoint.catalog.persist import row_widths
 from recpoint.format.job import Allocation
 from recpoint.kernels import quantize
 from recpoint.kernels.allocation import EXACT, reference
+from recpoint.kernels.quantize import Method
 from recpoint.kernels.quantize import reference as quantization
 from tests.catalog_builder import Table
 
-__all__ = ["PRICE", "SCALE", "a_chunk_for_each_width", "decoded", "mixed_table", "widths_of"]
+__all__ = [
+    "FITTED",
+    "LEVELED",
+    "PRICE",
+    "SCALE",
+    "a_chunk_for_each_width",
+    "decoded",
+    "mixed_table",
+    "widths_of",
+]
 
 PRICE, SCALE = 2.0**-10, 0.5
+#: How rows with a price are quantized: whole ones, and residuals.
+FITTED = Method(name="refit", bins=0, refits=2)
+LEVELED = Method(name="level", refits=2)
 
 
 def a_chunk_for_each_width(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,7 +86,7 @@ def widths_of(table: Table) -> Tensor:
     )
 
 
-def decoded(values: Tensor, widths: Tensor) -> Tensor:
+def decoded(values: Tensor, widths: Tensor, method: Method = FITTED) -> Tensor:
     """What a restore finds of rows that are stored in these widths: of the dtype of `values`."""
     decoded_rows = values.clone()
     for width in widths.unique().tolist():
@@ -81,7 +94,7 @@ def decoded(values: Tensor, widths: Tensor) -> Tensor:
             continue
         of_width = widths == width
         codes, scale, offset, exact, _ = quantization.quantize(
-            values[of_width].float(), width, half_parameters=True
+            values[of_width].float(), width, method, half_parameters=True
         )
         assert not exact.any()
         decoded_rows[of_width] = quantize.dequantize(codes, scale, offset).to(values.dtype)

@@ -18,6 +18,7 @@ from recpoint.trainer_plugin.integrations.train_pipelines import as_written
 from recpoint.trainer_plugin.loss.measure import RoundedTable, measure
 from recpoint.trainer_plugin.loss.meter import LossMeter
 from recpoint.trainer_plugin.loss.rounded_rows import rounded_rows
+from tests.mixed_table import FITTED
 from tests.torchrec_model import BAGS, ROWS, PooledBatch, PooledRanker, Ranker, batch, sharded
 from tests.torchrec_plays import everything, optimizers
 
@@ -193,7 +194,7 @@ def _rounded(meter: LossMeter) -> dict[str, tuple[Tensor, Tensor]]:
     for live in meter._live():
         if live.key in meter._priced & meter._looked_up and len(live.held):
             ids = torch.arange(len(live.held))
-            values = rounded_rows(live, ids, meter._moment(live), PRICE).values
+            values = rounded_rows(live, ids, meter._moment(live), PRICE, FITTED).values
             rounded[live.key] = (live.weight.detach().clone(), values)
     return rounded
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from recpoint.catalog.persist.priced_codes import priced_method
 from recpoint.catalog.persist.residuals import ResidualRows, staged_ids
 from recpoint.catalog.staging.job import StagedJob, kernel_method, values_name
 from recpoint.catalog.staging.slot_reading import read_into
@@ -43,7 +44,12 @@ def choose_quantizer(
     if table.method is not None:
         chosen_now = Quantizer(table=index, rank=staged.job.rank, **table.method.model_dump())
         return chosen_now, kernel_method(table.method)
-    if table.quantizer == "symmetric":
+    by_price = None
+    if table.allocation is not None:
+        by_price = priced_method(table.quantizer, residual=table.residual is True)
+    if by_price is not None:
+        method = by_price
+    elif table.quantizer == "symmetric":
         method = SYMMETRIC
     elif table.quantizer == "asymmetric" or (table.quantizer == "auto" and table.bits == 8):
         method = ASYMMETRIC

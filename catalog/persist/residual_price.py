@@ -14,8 +14,11 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from recpoint.catalog.persist.priced_codes import priced_method
+from recpoint.catalog.persist.row_sums import row_sums
+from recpoint.format.job import QuantizerName
 from recpoint.kernels.allocation import WIDTHS, allocate
-from recpoint.kernels.allocation.reference import squared_errors
+from recpoint.kernels.quantize import ASYMMETRIC, Method, dequantize, quantize
 
 __all__ = ["residual_price", "sampled_spans"]
 
@@ -35,7 +38,13 @@ def sampled_spans(rows: int) -> list[range]:
 
 
 def residual_price(
-    whole: Tensor, residuals: Tensor, importance: Tensor, price: float, *, exact_bits: int = 32
+    whole: Tensor,
+    residuals: Tensor,
+    importance: Tensor,
+    price: float,
+    *,
+    quantizer: QuantizerName = "auto",
+    exact_bits: int = 32,
 ) -> float:
     """Return the price for residuals: at most `price`, from which it differs by a power of two.
 
@@ -44,23 +53,30 @@ def residual_price(
         residuals: f32 [n, dim], contiguous: their residuals; NaN in rows that are stored exactly.
         importance: f32 [n].
         price: what a bit of whole rows may cost, above 0.
+        quantizer: the setting of the table; one that chooses on a sample is taken for plain codes.
         exact_bits: bits of an exact value.
     """
-    most = _damage(whole, importance, price, exact_bits)
+    of_rows = priced_method(quantizer) or ASYMMETRIC
+    of_residuals = priced_method(quantizer, residual=True) or ASYMMETRIC
+    most = _damage(whole, importance, price, of_rows, exact_bits)
     for _ in range(_MOST_HALVINGS):
-        if _damage(residuals, importance, price, exact_bits) <= most:
+        if _damage(residuals, importance, price, of_residuals, exact_bits) <= most:
             break
         price /= 2
     return price
 
 
-def _damage(rows: Tensor, importance: Tensor, price: float, exact_bits: int) -> float:
+def _damage(
+    rows: Tensor, importance: Tensor, price: float, method: Method, exact_bits: int
+) -> float:
     """Return the sum of importance times squared error, at the widths of a price."""
     widths = allocate(rows, importance, price, exact_bits=exact_bits)
     damages: list[float] = []
     for width in WIDTHS:
         chosen = torch.nonzero(widths == width).flatten()
         if len(chosen):
-            errors = squared_errors(rows[chosen], width)[0]
-            damages += (errors * importance[chosen].to(torch.float64)).tolist()
+            coded = quantize(rows[chosen], width, method, half_parameters=True)
+            decoded = dequantize(coded.codes, coded.scale, coded.offset)
+            errors = rows[chosen].to(torch.float64) - decoded.to(torch.float64)
+            damages += (row_sums(errors * errors) * importance[chosen].to(torch.float64)).tolist()
     return math.fsum(damages)  # in whichever order

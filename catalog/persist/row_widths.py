@@ -17,6 +17,7 @@ from recpoint.catalog.persist.block_rows import BlockRows, passes
 from recpoint.catalog.persist.plan import RowBlock
 from recpoint.catalog.persist.residual_price import residual_price, sampled_spans
 from recpoint.catalog.persist.residuals import BlockResiduals
+from recpoint.catalog.persist.row_sums import row_sums
 from recpoint.catalog.staging.job import StagedJob, state_name, values_name
 from recpoint.format.dtypes import item_bytes
 from recpoint.format.job import Allocation
@@ -66,6 +67,7 @@ def row_widths(
             torch.cat([values.read(rows) for rows in spans]),
             torch.cat([importance_of(rows) for rows in spans]),
             price,
+            quantizer=staged.job.tables[block.table].quantizer,
             exact_bits=exact_bits,
         )
     widths = np.empty(block.rows, np.uint8)
@@ -94,15 +96,7 @@ def importance(states: Tensor, scale: float, initial: float = 0.0) -> Tensor:
     if states.dtype is torch.uint8:
         states = lookup_counts.values(states)
     sums = (states.unsqueeze(1).flatten(1).to(torch.float64) - initial).clamp(min=0.0)
-    count = sums.shape[1]
-    # In halves, in an order that neither threads nor processors change.
-    while sums.shape[1] > 1:
-        half = sums.shape[1] // 2
-        halves = sums[:, :half] + sums[:, half : 2 * half]
-        if sums.shape[1] % 2:
-            halves[:, 0] += sums[:, -1]
-        sums = halves
-    return (sums[:, 0] * (scale / count)).to(torch.float32)
+    return (row_sums(sums) * (scale / sums.shape[1])).to(torch.float32)
 
 
 def with_fewer_chunks(widths: RowWidths, dim: int) -> RowWidths:

@@ -53,19 +53,20 @@ def _search(given_at: int, n: int, dim: int, bits: int, method: Method, threads:
     limits = float(grid.error_unit(dim)), float(grid.largest_error(dim))
     if method.name == "greedy" and dim <= grid.LARGEST_DIM:
         steps = grid.greedy_steps(method.bins, method.ratio_permille)
-        none = 0, 0, 0.0, 0, 0.0
+        none = 0, 0, 0.0, 0, 0, 0.0, 0.0
         library.quantize_by_search(given_at, n, *none, method.bins, steps, *limits, threads)
         return True
-    places = grid.fraction_bits(dim, bits) if method.name == "refit" else 0
+    places = grid.fraction_bits(dim, bits) if method.fits else 0
     if not places:
         return False
     # This variable keeps the array alive while its address is in use. The cache alone does not: if
     # two threads compute the same array at once, the cache keeps only one of the two.
     pairs = grid.candidates(dim, bits, method.bins)
+    compared = len(pairs) if method.bins else 0
     nearby = grid.half_spacing(dim, bits, method.bins)
     library.quantize_by_search(
-        given_at, n, pairs.ctypes.data, len(pairs), nearby, method.refits, float(1 << places),
-        0, 0, *limits, threads,
+        given_at, n, pairs.ctypes.data, compared, nearby, method.refits, method.levelings,
+        float(1 << places), grid.coarser(dim, bits), 0, 0, *limits, threads,
     )  # fmt: skip
     return True
 

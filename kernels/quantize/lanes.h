@@ -50,6 +50,9 @@ inline Floats exact_multiply_add(Floats a, Floats b, Floats c) {
 // The nearest integer, ties to even. For values from 0 to 2^23: from there on the last place is 1.
 inline Floats rounded(Floats value) { return (value + 0x1p23f) - 0x1p23f; }
 
+// The same for values from −2^22 to 2^22.
+inline Floats rounded_signed(Floats value) { return (value + 0x1.8p23f) - 0x1.8p23f; }
+
 // The value without its fraction. For magnitudes below 2^31.
 inline Floats whole(Floats value) {
     return __builtin_convertvector(__builtin_convertvector(value, Words), Floats);

@@ -224,11 +224,11 @@ void search_part(
 // Quantizes rows by the greedy search if `bins` is not 0, else by the refit search.
 Room quantize_by_search(
     const Given* given, int64_t rows, const float* pairs, int64_t pair_count, float nearby,
-    int64_t refits, float fraction, int64_t bins, int64_t steps, float unit, float largest,
-    int64_t threads
+    int64_t refits, int64_t levelings, float fraction, float coarser, int64_t bins, int64_t steps,
+    float unit, float largest, int64_t threads
 ) {
     const Search search = {
-        pairs, pair_count, nearby, refits, fraction, bins, steps, unit, largest
+        pairs, pair_count, nearby, refits, levelings, fraction, coarser, bins, steps, unit, largest
     };
     const int64_t block_bytes = 2 * given->dim * static_cast<int64_t>(sizeof(Floats));
     threads = least(threads, rows);

@@ -94,13 +94,14 @@ def _refit(
         best = torch.where(better, score, best)
         slope, shift = torch.where(better, its_slope, slope), torch.where(better, its_shift, shift)
 
-    for its_slope, its_shift in table:
-        consider(its_slope.expand_as(step), its_shift.expand_as(step))
+    if method.bins:
+        for its_slope, its_shift in table:
+            consider(its_slope.expand_as(step), its_shift.expand_as(step))
     nearby = torch.tensor(
         grid.half_spacing(dim, bits, method.bins), dtype=torch.float32, device="cpu"
     )
     first, last = 0.0 - shift / slope, (top - shift) / slope
-    for raised in (-1.0, 0.0, 1.0):
+    for raised in (-1.0, 0.0, 1.0) if method.bins else ():
         for lowered in (-1.0, 0.0, 1.0):
             start = first + nearby * raised
             its_slope = top / (last + nearby * lowered - start)
@@ -111,8 +112,27 @@ def _refit(
         start = (sums.total - along / square * codes) / float(dim)
         slope = torch.where(score > 0, its_slope, slope)
         shift = torch.where(score > 0, 0.0 - start * its_slope, shift)
+    if method.levelings:
+        slope, shift = _leveled(sums, slope, shift, grid.coarser(dim, bits), method.levelings)
     unit_steps = 1.0 / unit
     return step * (unit_steps / slope), low + step * (top * 0.5 - shift / slope * unit_steps)
+
+
+def _leveled(
+    sums: _Sums, slope: Tensor, shift: Tensor, coarser: float, times: int
+) -> tuple[Tensor, Tensor]:
+    """Fit codes to values, so that rows of errors have no part along their rows of values."""
+    count = float(sums.units.shape[1])
+    values = (sums.units * coarser).round()
+    sum_of_values, squares = values.sum(dim=1), (values * values).sum(dim=1)
+    own = (count * squares - sum_of_values * sum_of_values) * (1.0 / coarser) * (1.0 / coarser)
+    for _ in range(times):
+        codes, along, _, score = sums.of(slope, shift)
+        usable = (score > 0) & (own > 0)
+        fitted_slope = along / own
+        slope = torch.where(usable, fitted_slope, slope)
+        shift = torch.where(usable, (codes - fitted_slope * sums.total) / count, shift)
+    return slope, shift
 
 
 class _Sums:

@@ -11,11 +11,13 @@ constexpr float COST_MARGIN = 1.25f;
 
 // The parameters of a search, the same for all rows. See grid.py.
 struct Search {
-    const float* pairs;  // refit: [pair_count, 2], slope and shift of each candidate
-    int64_t pair_count;
+    const float* pairs;  // refit: slope and shift of each candidate
+    int64_t pair_count;  // 0: least squares begin with the first pair, and nothing is compared
     float nearby;
     int64_t refits;
+    int64_t levelings;  // refit: fits of codes to values, which come last
     float fraction;
+    float coarser;  // values in units, times this, have squares that add up exactly
     int64_t bins;  // greedy, else 0
     int64_t steps;
     float unit;
@@ -112,8 +114,31 @@ inline Explained explain(const Block& block, Floats slope, Floats shift, Floats 
     return {codes, along, square, is_usable ? along * along / square : Floats{}};
 }
 
-// Takes the best pair of the grid, then the best of the nine pairs around it, then fits least
-// squares.
+// Fits codes to values, so that rows of errors have no part along their rows of values.
+inline void level(
+    const Search& search, const Block& block, Floats total, Floats& slope, Floats& shift
+) {
+    const Floats count = spread(static_cast<float>(block.dim));
+    Floats sum{};
+    Floats squares{};
+    for (int64_t k = 0; k < block.dim; ++k) {
+        const Floats value = rounded_signed(block.in_units[k] * search.coarser);
+        sum += value;
+        squares = exact_multiply_add(value, value, squares);
+    }
+    const Floats finer = spread(1.0f / search.coarser);
+    const Floats own = (count * squares - sum * sum) * finer * finer;
+    for (int64_t i = 0; i < search.levelings; ++i) {
+        const Explained fit = explain(block, slope, shift, total);
+        const Floats fitted_slope = fit.along / own;
+        const Words is_usable = (fit.score > Floats{}) & (own > Floats{});
+        slope = is_usable ? fitted_slope : slope;
+        shift = is_usable ? (fit.codes - fitted_slope * total) / count : shift;
+    }
+}
+
+// Takes the best pair of the grid, then the best of the nine pairs around it, if there is a grid;
+// then fits least squares.
 inline Trial refit(const Search& search, const Block& block) {
     const Floats unit = spread(search.fraction);
     const Floats top = spread(block.levels);
@@ -140,7 +165,7 @@ inline Trial refit(const Search& search, const Block& block) {
     }
     const Floats low = 0.0f - shift / slope;
     const Floats high = (top - shift) / slope;
-    for (int i = 0; i < 9; ++i) {
+    for (int i = 0; i < 9 && search.pair_count > 0; ++i) {
         const Floats its_low = low + search.nearby * static_cast<float>(i / 3 - 1);
         const Floats its_high = high + search.nearby * static_cast<float>(i % 3 - 1);
         const Floats its_slope = top / (its_high - its_low);
@@ -155,6 +180,7 @@ inline Trial refit(const Search& search, const Block& block) {
         slope = is_usable ? its_slope : slope;
         shift = is_usable ? 0.0f - start * its_slope : shift;
     }
+    if (search.levelings > 0) level(search, block, total, slope, shift);
     const Floats unit_steps = 1.0f / unit;
     Trial trial = {
         block.step * (unit_steps / slope),

@@ -106,13 +106,13 @@ def _quantize_searched(
     table, ids, packed, scales, offsets, exacts, wides, n, limit, candidates, nearby,
     DIM: tl.constexpr, LEVELS: tl.constexpr, CODE_BITS: tl.constexpr, PAIRS: tl.constexpr,
     HAS_IDS: tl.constexpr, HALF: tl.constexpr, GREEDY: tl.constexpr, TRIALS: tl.constexpr,
-    STEPS: tl.constexpr, FRACTION: tl.constexpr, UNIT: tl.constexpr, LARGEST: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    STEPS: tl.constexpr, LEVELINGS: tl.constexpr, FRACTION: tl.constexpr, COARSER: tl.constexpr,
+    UNIT: tl.constexpr, LARGEST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Quantize ROWS rows with parameters that are searched for. COLUMNS holds a whole row.
 
     TRIALS and STEPS are the bins and the steps of the greedy search, or the candidates of the grid
-    and the refits after it.
+    and the refits after it, which LEVELINGS fits of codes to values follow.
     """
     WIDTH: tl.constexpr = (DIM * CODE_BITS + 7) // 8
     i, in_block, index, has_row = find_rows(ids, n, limit, HAS_IDS, ROWS)
@@ -137,7 +137,7 @@ def _quantize_searched(
     else:
         its_scale, its_offset = refit_parameters(
             x_real, real, step, least, plain, offset, halves, candidates, nearby,
-            DIM, LEVELS, FRACTION, TRIALS, STEPS, UNIT, LARGEST,
+            DIM, LEVELS, FRACTION, TRIALS, STEPS, LEVELINGS, COARSER, UNIT, LARGEST,
         )  # fmt: skip
     scale = tl.where(searched, its_scale, scale)
     offset = tl.where(searched, its_offset, offset)
@@ -162,7 +162,7 @@ def _searches(method: Method, dim: int, bits: int) -> bool:
     """Whether there is anything to search: not in rows too long for exact sums."""
     if method.name == "greedy":
         return dim <= grid.LARGEST_DIM
-    return method.name == "refit" and grid.fraction_bits(dim, bits) > 0
+    return method.fits and grid.fraction_bits(dim, bits) > 0
 
 
 def _candidates(dim: int, bits: int, bins: int, device: torch.device) -> Tensor:
@@ -229,12 +229,13 @@ def _launch_search(
         candidates, nearby = arguments[3], 0.0  # not looked at
     else:
         candidates = _candidates(dim, bits, method.bins, table.device)
-        trials, steps = candidates.shape[0], method.refits
+        trials, steps = candidates.shape[0] if method.bins else 0, method.refits
         nearby = grid.half_spacing(dim, bits, method.bins)
     _quantize_searched[grid_size](
         *arguments, candidates, nearby, GREEDY=greedy, TRIALS=trials, STEPS=steps,
         FRACTION=2.0 ** grid.fraction_bits(dim, bits), UNIT=float(grid.error_unit(dim)),
-        LARGEST=grid.largest_error(dim), COLUMNS=columns,
+        LARGEST=grid.largest_error(dim), COLUMNS=columns, LEVELINGS=method.levelings,
+        COARSER=grid.coarser(dim, bits),
         num_warps=_WARPS if columns <= _COLUMNS else 4 * _WARPS, **common,
     )  # fmt: skip
 

@@ -88,7 +88,8 @@ def _better(units, real, total, slope, shift, best, its_slope, its_shift, DIM, L
 def refit_parameters(
     x, real, step, low, stored_scale, stored_offset, halves, grid, nearby,
     DIM: tl.constexpr, LEVELS: tl.constexpr, FRACTION: tl.constexpr, CANDIDATES: tl.constexpr,
-    REFITS: tl.constexpr, UNIT: tl.constexpr, LARGEST: tl.constexpr,
+    REFITS: tl.constexpr, LEVELINGS: tl.constexpr, COARSER: tl.constexpr, UNIT: tl.constexpr,
+    LARGEST: tl.constexpr,
 ):  # fmt: skip
     """Scale and offset by a grid, a finer one around its best, and least squares.
 
@@ -97,7 +98,7 @@ def refit_parameters(
         step, low: f32 [ROWS], the plain scale and offset; 1 and 0 for rows without codes.
         stored_scale, stored_offset: the same as they would be stored.
         halves: bool [ROWS], whether parameters have to be of binary16.
-        grid: f32 [CANDIDATES, 2].
+        grid: f32 [CANDIDATES, 2]; [1, 2] if CANDIDATES is 0, where least squares begin.
     """
     ones = tl.full(step.shape, 1.0, tl.float32)
     per_step = tl.div_rn(ones, step)
@@ -117,7 +118,7 @@ def refit_parameters(
     top = ones * LEVELS
     first = 0.0 - tl.div_rn(shift, slope)
     last = tl.div_rn(top - shift, slope)
-    for number in range(9):
+    for number in range(9 if CANDIDATES > 0 else 0):
         start = first + nearby * (number // 3 - 1)
         its_slope = tl.div_rn(top, last + nearby * (number % 3 - 1) - start)
         slope, shift, best = _better(
@@ -132,6 +133,19 @@ def refit_parameters(
         start = tl.div_rn(total - tl.div_rn(along, square) * codes, ones * DIM)
         slope = tl.where(usable, its_slope, slope)
         shift = tl.where(usable, 0.0 - start * its_slope, shift)
+
+    if LEVELINGS > 0:
+        values = _rounded_signed(units * COARSER)
+        sums = tl.sum(values, axis=1)
+        squares = tl.sum(values * values, axis=1)
+        own = (squares * (DIM * 1.0) - sums * sums) * (1.0 / COARSER) * (1.0 / COARSER)
+        for _ in range(LEVELINGS):
+            codes, along, square, score = _explained(units, real, total, slope, shift, DIM, LEVELS)
+            usable = (score > 0.0) & (own > 0.0)
+            its_slope = tl.div_rn(along, tl.where(usable, own, 1.0))
+            its_shift = tl.div_rn(codes - its_slope * total, ones * DIM)
+            slope = tl.where(usable, its_slope, slope)
+            shift = tl.where(usable, its_shift, shift)
 
     scale = step * tl.div_rn(ones * (1.0 / FRACTION), slope)
     offset = low + step * (LEVELS * 0.5 - tl.div_rn(shift, slope) * (1.0 / FRACTION))

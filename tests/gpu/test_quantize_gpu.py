@@ -91,10 +91,14 @@ SEARCHES = [
     Method(name="refit", bins=5, refits=2),
     Method(name="refit", bins=2, refits=0),
     Method(name="refit", bins=9, refits=1),
+    Method(name="refit", bins=0, refits=2),
+    Method(name="level", refits=2),
 ]
 
 
-@pytest.mark.parametrize("method", SEARCHES, ids=lambda method: f"{method.name}-{method.refits}")
+@pytest.mark.parametrize(
+    "method", SEARCHES, ids=lambda method: f"{method.name}-{method.bins}-{method.refits}"
+)
 @pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize(("dim", "bits"), [(1, 4), (5, 3), (16, 4), (64, 2), (13, 8)])
 def test_each_search_finds_the_parameters_of_the_reference(

@@ -22,8 +22,12 @@ SEARCHES = st.one_of(
         ratio_permille=st.sampled_from([1, 160, 600, 1000]),
     ),
     st.builds(
-        Method, name=st.just("refit"), bins=st.integers(2, 5), refits=st.sampled_from([0, 1, 3])
+        Method,
+        name=st.just("refit"),
+        bins=st.sampled_from([0, 2, 3, 4, 5]),
+        refits=st.sampled_from([0, 1, 3]),
     ),
+    st.builds(Method, name=st.just("level"), refits=st.sampled_from([0, 1, 3])),
 )
 
 

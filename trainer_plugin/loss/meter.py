@@ -17,6 +17,7 @@ from recpoint.format.job import Allocation
 from recpoint.format.manifest import MeasuredLoss
 from recpoint.interrupts import came_from_handler
 from recpoint.kernels.allocation import WIDTHS
+from recpoint.kernels.quantize import Method
 from recpoint.trainer_plugin.loss.measure import RoundedTable, measure
 from recpoint.trainer_plugin.loss.pace import MeasuringPace
 from recpoint.trainer_plugin.loss.price import PriceSearch
@@ -66,6 +67,7 @@ class LossMeter:
         priced: keys of the tables whose rows get widths by the price.
         wide: keys of the other tables whose rows get 8 bits.
         moments: finds the second moments of tables.
+        method: finds the codes of rows that have a price.
         counts: `Table.key` -> counts of lookups, of tables without second moments.
         several: whether the job has several ranks: prices then change when these agree on a
             checkpoint, and not after each measured batch.
@@ -88,6 +90,7 @@ class LossMeter:
         priced: frozenset[str],
         wide: frozenset[str],
         moments: SecondMoments,
+        method: Method,
         counts: Mapping[str, LookupCounts] | None = None,
         several: bool = False,
         pass_counts: Callable[[], Sequence[Tensor]] = tuple,
@@ -99,6 +102,7 @@ class LossMeter:
         self._priced = priced
         self._rounded = priced | wide
         self._moments = moments
+        self._method = method
         self._counts = dict(counts or {})
         self._pace = MeasuringPace(setting.share, in_step=several, skips_first=sharded)
         self._pass_counts = pass_counts
@@ -310,7 +314,7 @@ class LossMeter:
         own_price = price if live.key in self._priced else None
         if len(ids):
             self._looked_up.add(live.key)
-        return rounded_rows(live, ids, moment, own_price).values
+        return rounded_rows(live, ids, moment, own_price, self._method).values
 
     def _moment(self, live: LiveTable) -> SecondMoment | None:
         if live.table is None or live.key not in self._priced:
@@ -375,7 +379,8 @@ class LossMeter:
                 continue
             count = min(rows, _SAMPLE_ROWS)
             ids = torch.arange(count, device="cpu") * rows // count
-            rounded: RoundedRows = rounded_rows(live, ids, self._moment(live), price)
+            moment = self._moment(live)
+            rounded: RoundedRows = rounded_rows(live, ids, moment, price, self._method)
             if rounded.damage is not None:
                 damage += float(rounded.damage.sum()) * rows / count
             for width, number in zip(

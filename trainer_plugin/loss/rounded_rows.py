@@ -15,7 +15,7 @@ from torch import Tensor
 from recpoint.catalog.persist.row_widths import importance
 from recpoint.format.dtypes import item_bytes
 from recpoint.kernels.allocation import EXACT, WIDTHS, allocate
-from recpoint.kernels.quantize import dequantize, quantize
+from recpoint.kernels.quantize import ASYMMETRIC, Method, dequantize, quantize
 from recpoint.trainer_plugin.snapshot.live_tables import LiveTable
 from recpoint.trainer_plugin.state.second_moments import SecondMoment
 
@@ -41,7 +41,11 @@ class RoundedRows(NamedTuple):
 
 
 def rounded_rows(
-    live: LiveTable, ids: Tensor, moment: SecondMoment | None, price: float | None
+    live: LiveTable,
+    ids: Tensor,
+    moment: SecondMoment | None,
+    price: float | None,
+    method: Method,
 ) -> RoundedRows:
     """Round rows as the agent will, except that it may give a few rows more bits.
 
@@ -49,7 +53,8 @@ def rounded_rows(
         live: the table, on the CPU.
         ids: int64 [n].
         moment: says which row state the importance is made of; None: there is none yet.
-        price: price of a bit; None, or without a moment: all rows get 8 bits.
+        price: price of a bit; None, or without a moment: all rows get plain codes of 8 bits.
+        method: finds the codes of rows that have a price.
     """
     stored = live.weight.detach()[ids]
     rows = stored.to(torch.float32).contiguous()
@@ -59,6 +64,7 @@ def rounded_rows(
         weight = importance(states, moment.scale, moment.initial)
     if weight is None or price is None:
         widths = torch.full((len(ids),), WIDEST, dtype=torch.uint8, device="cpu")
+        method = ASYMMETRIC
     else:
         exact_bits = 8 * item_bytes(live.spec.dtype)
         widths = allocate(rows, weight, price, exact_bits=exact_bits)
@@ -71,7 +77,7 @@ def rounded_rows(
         positions = torch.nonzero(widths == width).flatten()
         if not len(positions):
             continue
-        coded = quantize(rows[positions], width, half_parameters=True)
+        coded = quantize(rows[positions], width, method, half_parameters=True)
         can_store = ~(coded.exact | inexact[positions])
         decoded = dequantize(coded.codes, coded.scale, coded.offset)
         values[positions[can_store]] = decoded[can_store].to(stored.dtype)

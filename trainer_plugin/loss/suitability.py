@@ -10,10 +10,12 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
+from recpoint.catalog.persist.priced_codes import priced_method
 from recpoint.embeddings.tables.counted_lookups import LookupCounts
 from recpoint.embeddings.tables.managed_collisions import has_torchrec_base
 from recpoint.embeddings.tables.tables import Table, TableSource
 from recpoint.errors import SettingsError
+from recpoint.kernels.quantize import ASYMMETRIC
 from recpoint.trainer_plugin.loss.meter import LossMeter
 from recpoint.trainer_plugin.ranks.sharding import StoredShard
 from recpoint.trainer_plugin.schedule.outlook import keys_by_loss, table_widths
@@ -94,6 +96,7 @@ def meter_of(
         priced=priced,
         wide=wide,
         moments=moments,
+        method=priced_method(precision.quantizer) or ASYMMETRIC,
         counts=counts,
         several=several,
         pass_counts=partial(_pass_counts, batched_sources),

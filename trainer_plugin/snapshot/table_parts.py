@@ -199,14 +199,14 @@ class TableParts:
         This is the method of quantization, if it is known; and in a full the rule of first values,
         because the agent leaves out rows that it gives. Parts whose rows are quantized in this
         process get codes instead of values. Parts that the agent stores as residuals keep their
-        values: it chooses the method on residuals.
+        values: it chooses the method on residuals. So do parts whose rows get widths by a price.
         """
         for index, (shard, part) in enumerate(zip(self._shards, parts, strict=True)):
             if link.base is None and part.is_quantized:
                 part = parts[index] = replace(part, first_values=self._rule(shard, part))
             if link.base is not None and self._precision.residual and part.may_be_residual:
                 parts[index] = replace(part, residual=True)
-            elif shard.table is not None:
+            elif shard.table is not None and part.allocation is None:
                 method = self._quantizer.method(shard.table, part.bits, base=link.base, step=step)
                 if method is not None:
                     parts[index] = replace(part, method=method)
@@ -226,8 +226,6 @@ class TableParts:
             table = shard.table
             if table is None or part.method is None or part.row_count == 0:
                 continue
-            if part.allocation is not None:
-                continue  # the agent chooses widths by the values
             if not self._quantizer.may(table, part.bits):
                 continue
             ids = part.ids

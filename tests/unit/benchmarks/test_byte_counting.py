@@ -115,7 +115,8 @@ def test_rows_with_widths_of_their_own_are_counted(
     chain = chain_rows(copy, copy, ids, ids, Rule(price=PRICE, residual=residual), seed=2)
     form = np.zeros(table.rows, np.uint8)
     form[ids.numpy()] = chain.increment_forms
-    assert len(set(chain.increment_forms.tolist())) >= (3 if residual else 5)
+    # What the full's fitted codes leave of a row is worth the fewest bits, or is stored exactly.
+    assert len(set(chain.increment_forms.tolist())) >= (2 if residual else 5)
     check(job, manifest, [ids.numpy()], [form])
 
 

@@ -20,6 +20,7 @@ from recpoint.errors import MalformedObject
 from recpoint.format.job import QuantizerName
 from recpoint.format.manifest import CODE_BITS, ChunkEntry, Manifest
 from recpoint.kernels.allocation import EXACT
+from recpoint.kernels.quantize import ASYMMETRIC
 from tests.catalog_builder import Table
 from tests.job_builder import Links, stage
 from tests.mixed_table import a_chunk_for_each_width, decoded, mixed_table, widths_of
@@ -86,7 +87,7 @@ def test_each_row_is_stored_in_its_width(
     assert set(widths.tolist()) == {EXACT, *CODE_BITS}
     manifest = run.manifest(1, 1)
     assert rows_by_width(manifest) == expected_rows(widths)
-    assert [q.method for q in manifest.quantizers] == ["asymmetric"]
+    assert [(q.method, q.bins, q.refits) for q in manifest.quantizers] == [("refit", 0, 2)]
     assert (len(manifest.chunks) > 30) == (chunks == "small")
 
     changed = torch.arange(5, table.rows, 3)
@@ -112,7 +113,7 @@ def test_each_row_is_stored_in_its_width(
     assert check(run, level="full").ok
 
 
-@pytest.mark.parametrize("quantizer", ["symmetric", "greedy", "refit"])
+@pytest.mark.parametrize("quantizer", ["asymmetric", "symmetric", "greedy", "refit"])
 def test_widths_do_not_depend_on_the_quantizer(
     run: Run, tmp_path: Path, quantizer: QuantizerName
 ) -> None:
@@ -122,10 +123,15 @@ def test_widths_do_not_depend_on_the_quantizer(
     manifest = run.manifest(1, 1)
     assert rows_by_width(manifest) == expected_rows(widths_of(table))
     assert [q.method for q in manifest.quantizers] == [quantizer]
-    plain = decoded(table.values, widths_of(table))
-    searched = restored(run).tables["items"].values
-    errors = [(values - table.values).nan_to_num().square().sum() for values in (searched, plain)]
-    assert errors[0] < errors[1] if quantizer != "symmetric" else errors[0] > errors[1]
+    plain = decoded(table.values, widths_of(table), ASYMMETRIC)
+    stored = restored(run).tables["items"].values
+    of_stored, of_plain = (
+        float((values - table.values).nan_to_num().square().sum()) for values in (stored, plain)
+    )
+    if quantizer == "asymmetric":
+        assert same(stored.nan_to_num(), plain.nan_to_num())
+    else:
+        assert of_stored > of_plain if quantizer == "symmetric" else of_stored < of_plain
 
 
 def _encoded(path: Path, *groups: int) -> list[ChunkEntry]:

@@ -9,6 +9,7 @@ from torch import Tensor
 from recpoint.catalog.persist.residual_price import residual_price, sampled_spans
 from recpoint.kernels.allocation import EXACT, allocate
 from recpoint.kernels.quantize import dequantize, quantize
+from tests.mixed_table import FITTED, LEVELED
 
 ROWS, DIM = 2_000, 8
 
@@ -21,11 +22,12 @@ def sample(moved: float, *, spread: float = 1.0) -> tuple[Tensor, Tensor, Tensor
     return rows, residuals, torch.exp(spread * torch.randn(ROWS, generator=random))
 
 
-def damage(rows: Tensor, importance: Tensor, price: float) -> float:
+def damage(rows: Tensor, importance: Tensor, price: float, *, residual: bool = False) -> float:
     widths = allocate(rows, importance, price)
     decoded = rows.clone()
+    method = LEVELED if residual else FITTED
     for width in set(widths.tolist()) - {EXACT}:
-        coded = quantize(rows[widths == width], width, half_parameters=True)
+        coded = quantize(rows[widths == width], width, method, half_parameters=True)
         decoded[widths == width] = dequantize(coded.codes, coded.scale, coded.offset)
     errors = (rows - decoded).double().square().sum(dim=1)
     return float((importance * errors).sum())
@@ -35,7 +37,8 @@ def damage(rows: Tensor, importance: Tensor, price: float) -> float:
 def test_the_price_stays_where_residuals_cost_less(exponent: int) -> None:
     rows, residuals, importance = sample(0.1)
     price = 2.0**exponent
-    assert damage(residuals, importance, price) < damage(rows, importance, price)
+    of_residuals = damage(residuals, importance, price, residual=True)
+    assert of_residuals < damage(rows, importance, price)
     assert residual_price(rows, residuals, importance, price) == price
 
 
@@ -44,9 +47,12 @@ def test_the_price_is_halved_until_residuals_cost_no_more() -> None:
     rows, residuals, importance = sample(0.1, spread=0.3)
     price = 2.0**-24
     most = damage(rows, importance, price)
-    assert damage(residuals, importance, price) > 3 * most
+    assert damage(residuals, importance, price, residual=True) > 3 * most
     lower = residual_price(rows, residuals, importance, price)
-    assert damage(residuals, importance, lower) <= most < damage(residuals, importance, 2 * lower)
+    at_lower, at_twice = (
+        damage(residuals, importance, own_price, residual=True) for own_price in (lower, 2 * lower)
+    )
+    assert at_lower <= most < at_twice
     order = torch.randperm(ROWS)
     again = residual_price(
         rows[order].contiguous(), residuals[order].contiguous(), importance[order], price

@@ -12,6 +12,9 @@ NAN = float("nan")
 #: The search that torch calls optimized_qparams.
 TORCH = Method(name="greedy", bins=200, ratio_permille=160)
 REFIT = Method(name="refit", bins=4, refits=2)
+FITTED = Method(name="refit", bins=0, refits=2)
+LEVELED = Method(name="level", refits=2)
+SEARCHES = [Method(name="greedy", bins=9, ratio_permille=500), REFIT, FITTED, LEVELED]
 
 
 def gaussian(n: int, dim: int) -> Tensor:
@@ -22,7 +25,7 @@ def squared_error(rows: Tensor, bits: int, method: Method) -> float:
     return choice.squared_error(rows, bits, method) / len(rows)
 
 
-@pytest.mark.parametrize("method", [Method(name="greedy", bins=9, ratio_permille=500), REFIT])
+@pytest.mark.parametrize("method", SEARCHES, ids=lambda method: f"{method.name}-{method.bins}")
 @pytest.mark.parametrize("dim", [1, 7, 33])
 def test_any_number_of_threads_gives_the_bytes_of_the_reference(
     dim: int, method: Method, threads: int
@@ -61,7 +64,7 @@ def test_ends_of_long_rows_move_out_by_one_step_at_most(dim: int, farthest: floa
 def test_rows_of_many_values_have_the_bytes_of_the_reference(dim: int) -> None:
     rows = torch.distributions.StudentT(3.0).sample((17, dim))
     for bits in (2, 4, 8):
-        for method in (Method(name="greedy", bins=20, ratio_permille=300), REFIT):
+        for method in (Method(name="greedy", bins=20, ratio_permille=300), REFIT, LEVELED):
             found = quantize.quantize_packed(rows, bits, method)
             expected = reference.quantize_packed(rows, bits, method)
             assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
@@ -71,7 +74,7 @@ def test_rows_of_many_values_have_the_bytes_of_the_reference(dim: int) -> None:
 def test_rows_too_long_for_exact_sums_are_quantized_plainly(bits: int) -> None:
     rows = torch.randn(2, grid.LARGEST_DIM + 1)
     plain = quantize.quantize_packed(rows, bits)
-    for method in (TORCH, REFIT):
+    for method in (TORCH, REFIT, LEVELED):
         found = quantize.quantize_packed(rows, bits, method)
         assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
 
@@ -89,6 +92,29 @@ def test_the_greedy_search_is_that_of_torch() -> None:
     assert squared_error(rows, 4, TORCH) == pytest.approx(torch_error(rows, 4), rel=0.01)
     # torch remembers ends only if both next moves cost more, which at 2 bits hardly happens.
     assert squared_error(rows, 2, TORCH) < torch_error(rows, 2)
+
+
+@pytest.mark.parametrize("dim", [16, 64])
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_least_squares_shrink_a_row_and_leveling_does_not(dim: int, bits: int) -> None:
+    rows = gaussian(2000, dim).double()
+    centred = rows - rows.mean(dim=1, keepdim=True)
+    errors, parts = {}, {}
+    for method in (ASYMMETRIC, FITTED, LEVELED):
+        coded = quantize.quantize(rows.float(), bits, method, half_parameters=True)
+        error = quantize.dequantize(coded.codes, coded.scale, coded.offset).double() - rows
+        errors[method] = float(error.square().sum())
+        parts[method] = float((error * centred).sum()) / errors[method]
+    assert errors[FITTED] < 0.92 * errors[ASYMMETRIC]
+    assert errors[LEVELED] < 1.15 * errors[FITTED]
+    assert parts[FITTED] < -0.7  # the part of the errors along their rows
+    assert abs(parts[LEVELED]) < 0.35 * abs(parts[FITTED])
+    assert parts[ASYMMETRIC] > 0
+
+
+def test_a_grid_of_one_place_is_refused() -> None:
+    with pytest.raises(ValueError, match="bins: 1 for refit"):
+        Method(name="refit", bins=1, refits=2)
 
 
 def test_the_default_search_is_near_the_best_and_better_than_torch() -> None:

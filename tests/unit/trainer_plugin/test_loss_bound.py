@@ -40,6 +40,7 @@ from recpoint.trainer_plugin.loss.meter import LossMeter
 from recpoint.trainer_plugin.loss.rounded_rows import rounded_rows
 from recpoint.trainer_plugin.settings import as_precision
 from recpoint.trainer_plugin.snapshot.codes import TableQuantizer
+from tests.mixed_table import FITTED, LEVELED
 from tests.training_builder import Place, seed_everything
 
 ROWS, DIM, BATCH = 1_500, 16, 64
@@ -176,7 +177,7 @@ def test_rows_get_the_widths_that_keep_the_loss_and_a_restart_goes_on(
         exact = {live.key: live.weight.detach().clone() for live in lives}
         ids = torch.arange(ROWS)
         expected = {
-            live.key: rounded_rows(live, ids, meter(ckpt)._moment(live), price).values
+            live.key: rounded_rows(live, ids, meter(ckpt)._moment(live), price, FITTED).values
             for live in lives
         }
         loss = held_out(model)
@@ -244,11 +245,11 @@ def test_increments_hold_residuals_that_cost_less_than_was_measured(
         expected = rows[changed_ids].clone()
         for bits in WIDTHS:
             chosen = widths == bits
-            coded = quantize(residuals[chosen], bits, half_parameters=True)
+            coded = quantize(residuals[chosen], bits, LEVELED, half_parameters=True)
             decoded = dequantize(coded.codes, coded.scale, coded.offset)
             expected[chosen] = base[chosen] + decoded
         assert torch.equal(restored, expected)
-        whole = rounded_rows(live, changed_ids, moment, price)
+        whole = rounded_rows(live, changed_ids, moment, price, FITTED)
         assert whole.damage is not None
         damage = weight * (restored - rows[changed_ids]).square().sum(dim=1)
         assert float(damage.sum()) < float(whole.damage.sum())

@@ -17,6 +17,7 @@ from recpoint.catalog.store.store import open_store
 from recpoint.embeddings.tables.counted_lookups import LOOKUPS
 from recpoint.kernels.lookup_counts import values
 from recpoint.trainer_plugin.loss.rounded_rows import rounded_rows
+from tests.mixed_table import FITTED
 from tests.training_builder import Place
 from tests.unit.trainer_plugin.test_loss_bound import (
     BATCH,
@@ -75,7 +76,7 @@ def test_rows_get_widths_by_their_lookups_and_a_restart_goes_on(
         assert state["counted"] == {"users": 90 * BATCH, "items": 90 * 3 * BATCH}
         live = meter(ckpt)._live()[0]
         expected = rounded_rows(
-            live, torch.arange(ROWS), meter(ckpt)._moment(live), figures.price
+            live, torch.arange(ROWS), meter(ckpt)._moment(live), figures.price, FITTED
         ).values
     run = Run.open(open_store(place.run))
     (name,) = run.manifest_names()
