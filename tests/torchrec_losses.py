@@ -171,8 +171,10 @@ def _compared(meter: LossMeter, model: Any, of: Any, first_batch: Any) -> dict[s
         )
         for live in lives
     ]
-    inside = getattr(model, "module", model)
-    pair = measure(inside, first_batch, of, tables)
+    measured_model = meter._model
+    inside = measured_model.module
+    assert inside is getattr(model, "module", model)
+    pair = measure(measured_model, first_batch, of, tables)
     with torch.no_grad(), as_written(inside):
         plain = float(of(inside, first_batch))
         rows = [live.weight.detach().clone() for live in lives]

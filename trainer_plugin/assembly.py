@@ -500,6 +500,7 @@ def assemble(
             trained.sources,
             state.optimizers,
             counts,
+            cache,
             several=ranks.several,
         )
         state.loss = loss

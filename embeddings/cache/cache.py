@@ -20,6 +20,7 @@ import atexit
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -207,6 +208,14 @@ class Cache:
         """
         self.end_failed_step()
         return self._lookups.slots_of(name, ids, trains=trains)
+
+    def staying(self) -> AbstractContextManager[None]:
+        """Have lookups bring no row and count nowhere, within the block.
+
+        The block is in the training thread and trains nothing. A lookup in it that reads a row
+        without a slot raises `NotInSlots`. Rows of the batch that was handed out last have slots.
+        """
+        return self._lookups.staying()
 
     def refuse_optimizer(self, name: str, optimizer: Optimizer, group: Mapping[str, Any]) -> None:
         """Refuse an optimizer that changes rows that were not looked up; follow its row states.

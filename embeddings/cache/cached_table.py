@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -56,6 +57,12 @@ class CachedTable(ModuleTable):
     def name_in_cache(self) -> str:
         """Name of the table in the cache."""
         return self.key_in_cache
+
+    @property
+    def filled_slots(self) -> Tensor:
+        """Slots that have a row now. The home thread may be about to give one to another row."""
+        slots = self.cached_rows.slots
+        return torch.nonzero(slots.ready & (slots.ids >= 0)).flatten()
 
     @property
     def counts_changes(self) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -14,7 +16,11 @@ from recpoint.embeddings.cache.trainers import Trainers
 from recpoint.interrupts import held
 from recpoint.lookahead.oracle import Oracle
 
-__all__ = ["SlotLookups"]
+__all__ = ["NotInSlots", "SlotLookups"]
+
+
+class NotInSlots(Exception):
+    """A lookup inside `SlotLookups.staying` reads a row that has no slot."""
 
 
 class SlotLookups:
@@ -32,6 +38,21 @@ class SlotLookups:
         self._trainers = trainers
         self._planner = planner
         self._progress = trainers.progress
+        self._may_bring = True
+
+    @contextmanager
+    def staying(self) -> Iterator[None]:
+        """Bring no row, and count no lookup, within the block.
+
+        Raises:
+            NotInSlots: from a lookup in the block.
+        """
+        stats = self._progress.stats
+        hits, misses, self._may_bring = stats.hits, stats.misses, False
+        try:
+            yield
+        finally:
+            stats.hits, stats.misses, self._may_bring = hits, misses, True
 
     def slots_of(self, name: str, ids: Tensor, *, trains: bool) -> Tensor:
         """Return the slots of the rows that a lookup reads; see `Cache.slots_of`."""
@@ -58,6 +79,8 @@ class SlotLookups:
         slots = self._trainers.find(rows, flat_ids, hold)
         ready, stats = rows.slots.ready, self._progress.stats
         if slots.numel() and not (int(slots.min()) >= 0 and bool(ready[slots].all())):
+            if not self._may_bring:
+                raise NotInSlots
             missing_ids = int(((slots < 0) | ~ready[slots]).sum())
             stats.misses += missing_ids
             stats.hits -= missing_ids

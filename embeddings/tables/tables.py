@@ -170,6 +170,11 @@ class Table(ABC):
         return self.name_in_cache is not None
 
     @property
+    def filled_slots(self) -> Tensor | None:
+        """Slots that have a row now, int64 [n], ascending; None: the table is in no cache."""
+        return None
+
+    @property
     def id_map(self) -> str:
         """What gives rows to ids, by row states, in words; empty: an id is the row's number."""
         return ""

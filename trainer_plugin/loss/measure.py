@@ -29,10 +29,30 @@ from recpoint.trainer_plugin.loss.table_watch import (
 )
 from recpoint.trainer_plugin.state import rng
 
-__all__ = ["LossOfBatch", "RoundedTable", "measure"]
+__all__ = ["LossOfBatch", "MeasuredModel", "RoundedTable", "measure"]
 
 #: The user's function: the loss of a batch, a tensor of one value.
 LossOfBatch = Callable[[nn.Module, Any], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredModel:
+    """A model whose loss is measured, and what its forward passes touch beside it.
+
+    Attributes:
+        module: what the loss function is called with.
+        is_sharded: whether TorchRec has sharded tables: their modules are complete after their
+            first forward pass, and each forward pass exchanges with other ranks.
+        pass_counts: returns tensors outside the model's buffers that forward passes change; small
+            ones.
+        staying: returns a context in which no lookup moves rows; lookups that would raise
+            `embeddings.cache.slot_lookups.NotInSlots`.
+    """
+
+    module: nn.Module
+    is_sharded: bool = False
+    pass_counts: Callable[[], Sequence[Tensor]] = tuple
+    staying: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,11 +71,7 @@ class RoundedTable:
 
 
 def measure(
-    model: nn.Module,
-    batch: Any,
-    of: LossOfBatch,
-    tables: Sequence[RoundedTable],
-    pass_counts: Sequence[Tensor] = (),
+    model: MeasuredModel, batch: Any, of: LossOfBatch, tables: Sequence[RoundedTable]
 ) -> LossPair:
     """Return what rounding costs in the loss of a batch; its values may be infinite or NaN.
 
@@ -64,24 +80,24 @@ def measure(
     draws the same random numbers.
 
     Args:
-        model: what `of` is called with.
+        model: the model.
         batch: a batch that the model has not been trained with since it was last restored.
         of: returns the loss.
         tables: the tables whose rows are rounded.
-        pass_counts: tensors outside the model's buffers that forward passes change; small ones.
 
     Raises:
         SettingsError: `of` returns no positive loss, trains the model, or uses the weight of a
             table otherwise than by lookups.
+        NotInSlots: the batch looks up rows that are not in the cache.
         Exception: `of` raised it.
     """
     watched = [WatchedTable(table.name, table.weight) for table in tables]
-    with _unchanged(model, pass_counts) as passes:
+    with _unchanged(model) as passes:
 
         def loss(answers: AnswersLookups) -> float:
             passes.begin()
             with TableWatch(watched, answers):
-                return _as_loss(of(model, batch))
+                return _as_loss(of(model.module, batch))
 
         recorded = RecordedIds(len(tables))
         plain = loss(recorded)
@@ -135,11 +151,11 @@ class _ForwardPasses:
     """Puts the model's buffers and the generators back before each forward pass.
 
     Args:
-        model: the model.
-        pass_counts: as `measure`.
+        measured: the model.
     """
 
-    def __init__(self, model: nn.Module, pass_counts: Sequence[Tensor]) -> None:
+    def __init__(self, measured: MeasuredModel) -> None:
+        model = measured.module
         self._generators = rng.capture()
         self._modes = [(module, module.training) for module in model.modules()]
         self._buffers = [
@@ -147,7 +163,7 @@ class _ForwardPasses:
             for module in model.modules()
             if module._buffers
         ]
-        self._counts = [(count, count.clone()) for count in pass_counts]
+        self._counts = [(count, count.clone()) for count in measured.pass_counts()]
         self._parameters = list(model.parameters())
         self._marks = self._parameter_marks()
 
@@ -206,10 +222,10 @@ def _copy(buffer: Tensor | None) -> Tensor | None:
 
 
 @contextmanager
-def _unchanged(model: nn.Module, pass_counts: Sequence[Tensor]) -> Iterator[_ForwardPasses]:
+def _unchanged(model: MeasuredModel) -> Iterator[_ForwardPasses]:
     """Run forward passes as if nothing had happened."""
-    with torch.no_grad(), _eager(), as_written(model):
-        passes = _ForwardPasses(model, pass_counts)
+    with torch.no_grad(), _eager(), as_written(model.module), model.staying():
+        passes = _ForwardPasses(model)
         try:
             yield passes
         finally:

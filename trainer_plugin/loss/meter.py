@@ -10,15 +10,16 @@ from functools import partial
 from typing import Any, Final, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from recpoint.embeddings.cache.slot_lookups import NotInSlots
 from recpoint.embeddings.tables.counted_lookups import LookupCounts
 from recpoint.format.job import Allocation
 from recpoint.format.manifest import MeasuredLoss
 from recpoint.interrupts import came_from_handler
 from recpoint.kernels.allocation import WIDTHS
 from recpoint.kernels.quantize import Method
-from recpoint.trainer_plugin.loss.measure import RoundedTable, measure
+from recpoint.trainer_plugin.loss.measure import MeasuredModel, RoundedTable, measure
 from recpoint.trainer_plugin.loss.pace import MeasuringPace
 from recpoint.trainer_plugin.loss.price import PriceSearch
 from recpoint.trainer_plugin.loss.rank_sums import RankMeasurements
@@ -62,7 +63,8 @@ class LossMeter:
 
     Args:
         setting: the bound, and whose loss it is.
-        model: the model that `setting.of` is called with.
+        model: the model. On several ranks with sharded tables, an error on one rank must end
+            training, because the others would wait for its forward passes.
         live: returns the tables as they are now.
         priced: keys of the tables whose rows get widths by the price.
         wide: keys of the other tables whose rows get 8 bits.
@@ -71,10 +73,6 @@ class LossMeter:
         counts: `Table.key` -> counts of lookups, of tables without second moments.
         several: whether the job has several ranks: prices then change when these agree on a
             checkpoint, and not after each measured batch.
-        pass_counts: returns tensors outside the model's buffers that forward passes change.
-        sharded: whether TorchRec has sharded tables. Its modules are complete after their first
-            forward pass, so the first batch is not measured. Each forward pass exchanges with other
-            ranks, so an error on one of several ranks must end training.
 
     Attributes:
         batches_done: returns the batches that the run has trained, for optimizers that do not count
@@ -84,7 +82,7 @@ class LossMeter:
     def __init__(
         self,
         setting: Loss,
-        model: nn.Module,
+        model: MeasuredModel,
         *,
         live: Callable[[], Sequence[LiveTable]],
         priced: frozenset[str],
@@ -93,8 +91,6 @@ class LossMeter:
         method: Method,
         counts: Mapping[str, LookupCounts] | None = None,
         several: bool = False,
-        pass_counts: Callable[[], Sequence[Tensor]] = tuple,
-        sharded: bool = False,
     ) -> None:
         self._setting = setting
         self._model = model
@@ -104,9 +100,9 @@ class LossMeter:
         self._moments = moments
         self._method = method
         self._counts = dict(counts or {})
-        self._pace = MeasuringPace(setting.share, in_step=several, skips_first=sharded)
-        self._pass_counts = pass_counts
-        self._must_raise = several and sharded
+        self._pace = MeasuringPace(setting.share, in_step=several, skips_first=model.is_sharded)
+        self._must_raise = several and model.is_sharded
+        self._has_missed = False  # a batch was not measured, because its rows were in no slot
         self._own_sums: RankMeasurements | None = RankMeasurements() if several else None
         self._search = PriceSearch(
             setting.increase, self._next_first_price, may_raise=self._may_raise
@@ -134,10 +130,21 @@ class LossMeter:
         try:
             with self._pace.measuring():
                 self._measure(batch)
+        except NotInSlots:
+            self._warn_of_missing()
         except Exception as error:
             if is_first or self._must_raise or came_from_handler(error):
                 raise
             self._give_up(f"{type(error).__name__}: {error}")
+
+    def _warn_of_missing(self) -> None:
+        if not self._has_missed:
+            self._has_missed = True
+            _log.warning(
+                "bits=Loss(...): a batch was not measured, because rows that it looks up are in no "
+                "slot of the cache. Next: loop over a Lookahead whose ids are all that a batch "
+                "looks up, and see whether stats.cache.unplanned grows: then give more slots"
+            )
 
     def _give_up(self, error: str) -> None:
         self._error = error
@@ -291,7 +298,6 @@ class LossMeter:
                 )
                 for live in lives
             ],
-            self._pass_counts(),
         )
         if not math.isfinite(pair.loss):
             return  # says nothing about rounding
@@ -374,11 +380,14 @@ class LossMeter:
         damage = 0.0
         rows_of_width: Counter[int] = Counter()
         for live in self._live():
-            rows = len(live.held)
+            # Of a table in a cache, the rows at home are left out: few of them matter.
+            slots = None if live.table is None else live.table.filled_slots
+            rows = len(live.held) if slots is None else len(slots)
             if live.key not in self._priced or not rows:
                 continue
             count = min(rows, _SAMPLE_ROWS)
             ids = torch.arange(count, device="cpu") * rows // count
+            ids = ids if slots is None else slots[ids]
             moment = self._moment(live)
             rounded: RoundedRows = rounded_rows(live, ids, moment, price, self._method)
             if rounded.damage is not None:

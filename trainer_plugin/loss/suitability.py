@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
@@ -11,11 +12,13 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor, nn
 
 from recpoint.catalog.persist.priced_codes import priced_method
+from recpoint.embeddings.cache.cache import Cache
 from recpoint.embeddings.tables.counted_lookups import LookupCounts
 from recpoint.embeddings.tables.managed_collisions import has_torchrec_base
 from recpoint.embeddings.tables.tables import Table, TableSource
 from recpoint.errors import SettingsError
 from recpoint.kernels.quantize import ASYMMETRIC
+from recpoint.trainer_plugin.loss.measure import MeasuredModel
 from recpoint.trainer_plugin.loss.meter import LossMeter
 from recpoint.trainer_plugin.ranks.sharding import StoredShard
 from recpoint.trainer_plugin.schedule.outlook import keys_by_loss, table_widths
@@ -49,6 +52,7 @@ def meter_of(
     sources: Sequence[TableSource],
     optimizers: OptimizerState,
     counts: Mapping[str, LookupCounts],
+    cache: Cache | None,
     *,
     several: bool,
 ) -> LossMeter | None:
@@ -61,6 +65,7 @@ def meter_of(
         sources: the libraries that supply tables in their own form.
         optimizers: the state of the optimizers.
         counts: `Table.key` -> counts of lookups, of tables without squared gradients.
+        cache: has the rows of cached tables; None: no table is cached.
         several: whether the job has several ranks.
 
     Raises:
@@ -84,6 +89,8 @@ def meter_of(
         if table.key in priced | wide:
             is_batched = table.key in batched
             _refuse_table(table, is_batched=is_batched, is_whole=is_batched or table.key in whole)
+            if table.cached and several:
+                raise _refused_table(table, "a table in a cache that several ranks share")
             if is_batched and table.key in counts:
                 raise _refused_table(table, "a table of TorchRec without squared gradients")
         if table.key in priced:
@@ -91,7 +98,12 @@ def meter_of(
     moments.require_one_unit([table for table in tables if table.key in priced])
     return LossMeter(
         setting,
-        model,
+        MeasuredModel(
+            module=model,
+            is_sharded=bool(batched_sources),
+            pass_counts=partial(_pass_counts, batched_sources),
+            staying=nullcontext if cache is None else cache.staying,
+        ),
         live=partial(LiveTables(shards, optimizers).tables, None),
         priced=priced,
         wide=wide,
@@ -99,8 +111,6 @@ def meter_of(
         method=priced_method(precision.quantizer) or ASYMMETRIC,
         counts=counts,
         several=several,
-        pass_counts=partial(_pass_counts, batched_sources),
-        sharded=bool(batched_sources),
     )
 
 
@@ -132,9 +142,7 @@ def _with_copy(shard: StoredShard) -> StoredShard:
 
 def _refuse_table(table: Table, *, is_batched: bool, is_whole: bool) -> None:
     reason = None
-    if table.cached:
-        reason = "a table in a cache, of which only some rows are in memory"
-    elif table.row_states is not None and not is_batched:
+    if table.row_states is not None and not is_batched:
         reason = "a table of a library, whose lookups are its own"
     elif not is_whole:
         reason = "a table that not all ranks hold whole"

@@ -22,8 +22,13 @@ from recpoint.trainer_plugin.loss.lookups import PlainLookup, SmallTables, Watch
 __all__ = ["AnswersLookups", "RecordedIds", "ReplacedRows", "TableWatch", "WatchedTable"]
 
 _ATEN: Final[Any] = torch.ops.aten
-#: These give a weight another name; what is done with that is seen again.
-_ALIASES: Final = (_ATEN.detach.default, _ATEN.alias.default)
+#: These read no values: they compare addresses, or give a weight another name, and what is done
+#: with that is seen again.
+_READS_NO_VALUES: Final = (
+    _ATEN.detach.default,
+    _ATEN.alias.default,
+    _ATEN.is_set_to.default,
+)
 
 
 class WatchedTable(NamedTuple):
@@ -77,7 +82,7 @@ class TableWatch(TorchDispatchMode):
         arguments, keywords = tuple(args), dict(kwargs or {})
         for tensor in _tensors((*arguments, *keywords.values())):
             places = self._tables_in(tensor)
-            if places is None or func in _ALIASES:
+            if places is None or func in _READS_NO_VALUES:
                 continue
             lookup = self._lookup(func, arguments, keywords, tensor, places)
             if lookup is None:

@@ -9,9 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from recpoint import Checkpointer, Loss, Options, Precision, ResumableLoader, Staging
-from recpoint.errors import SettingsError
 from tests.training_builder import Place, seed_everything
-from tests.unit.trainer_plugin.test_cached_checkpoints import SMALL, Both
 from tests.unit.trainer_plugin.test_loss_bound import Clicks, Ranker, count_seconds, loss_of
 
 pytestmark = pytest.mark.filterwarnings(
@@ -137,11 +135,3 @@ def test_accelerate_trains_the_same_with_a_measured_loss(place: Place) -> None:
             ends.append([*model.state_dict().values(), torch.get_rng_state()])
             ckpt.close(final=False)
     assert all(torch.equal(plain, measured) for plain, measured in zip(*ends, strict=True))
-
-
-def test_tables_in_a_cache_are_refused_by_name(place: Place) -> None:
-    loss = Loss(increase=1e-3, of=loss_of)
-    both = Both("adagrad", SMALL)
-    with pytest.raises(SettingsError, match="a table in a cache") as caught:
-        both.checkpointer(place, bits=loss)
-    assert "'lossless'" in str(caught.value)
