@@ -17,7 +17,17 @@ from prefect.client.schemas.objects import Artifact
 
 from recpoint.catalog.persist.persist import persist_job
 from recpoint.catalog.run.run import Run
-from recpoint.flows import consolidate, drain, persist, publish, restore, retain, sweep, validate
+from recpoint.flows import (
+    consolidate,
+    drain,
+    persist,
+    publish,
+    publish_to,
+    restore,
+    retain,
+    sweep,
+    validate,
+)
 from recpoint.tasks.job_name import run_tag
 from recpoint.tasks.run_tags import tag_flow_run
 from tests.job_builder import stage_chain
@@ -65,6 +75,7 @@ def test_flow_runs_have_the_tag_of_their_run(run: Run, tmp_path: Path) -> None:
         "drain": (drain.drain, {"staging": staging}),
         "validate": (validate.validate, of_run),
         "publish": (publish.publish, of_run),
+        "publish_to": (publish_to.publish_to, {**of_run, "sink_url": f"sqlite:{tmp_path}/served"}),
         "consolidate": (consolidate.consolidate, of_run),
         "restore": (restore.restore, {**of_run, "target": str(tmp_path / "restored")}),
         "sweep": (sweep.sweep, {**of_run, "staging": staging, "dry_run": True}),

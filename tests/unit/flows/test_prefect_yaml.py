@@ -55,7 +55,7 @@ def test_the_file_as_a_whole() -> None:
     # A list of deployments shows this name alone: it says what the deployment does.
     for one in DEPLOYMENTS:
         flow, queue = one["entrypoint"].rpartition(":")[2], one["work_pool"].get("work_queue_name")
-        assert one["name"].startswith(f"recpoint-{flow}")
+        assert one["name"].startswith(f"recpoint-{flow.replace('_', '-')}")
         assert queue is None or one["name"].endswith(f"-{queue}")
     flows = {path.stem for path in FILE.parent.glob("flows/*.py") if "@flow(" in path.read_text()}
     assert {one["entrypoint"].rpartition(":")[2] for one in DEPLOYMENTS} == flows

@@ -145,6 +145,7 @@ def test_searches_fuse_and_approximate_nothing(dim: int, bits: int, greedy: bool
     sizes |= {
         "GREEDY": greedy, "TRIALS": 25, "STEPS": 3, "UNIT": float(grid.error_unit(dim)),
         "FRACTION": 2.0 ** grid.fraction_bits(dim, bits), "LARGEST": grid.largest_error(dim),
+        "LEVELINGS": 2, "COARSER": grid.coarser(dim, bits),
         "COLUMNS": triton.next_power_of_2(dim),
     }  # fmt: skip
     packed = "*i16" if sizes["PAIRS"] else "*u8"
