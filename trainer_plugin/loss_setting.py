@@ -48,7 +48,8 @@ class Loss:
     a batch. Under `LightningCallback`, `of` gets the LightningModule, without Lightning's
     precision. Tables and layers must be on the CPU, and be looked up by `nn.Embedding` and
     `nn.EmbeddingBag`, or their functions, without `max_norm`, or be tables of TorchRec, sharded or
-    not. Tables that `of` has not looked up in a measured batch get 8 bits. On several ranks, each
+    not. They may be in a cache of one process. Tables that `of` has not looked up in a measured
+    batch get 8 bits. On several ranks, each
     must hold the same tables, as `DistributedDataParallel` trains them, or TorchRec has sharded
     them; `of` is then called with the module inside the wrapper. All ranks measure the same
     batches, each its own samples, and agree on prices when they agree on a checkpoint. Lookups in
