@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import secrets
 import shutil
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -46,6 +47,9 @@ from recpoint.serving.sinks.row_bytes import bytes_of_dense, dense_of_bytes, tab
 __all__ = ["ParquetDirectory", "IndexedVersion"]
 
 _DENSE: Final = "dense.safetensors"
+#: Names of files of the index, and of directories of versions. Whatever has another name stays.
+_INDEX_FILE: Final = re.compile(r"([0-9]{12,15})\.json")
+_VERSION: Final = re.compile(r"([0-9]{12,15})-[0-9a-f]{32}")
 
 
 class IndexedVersion(Part):
@@ -112,9 +116,10 @@ class ParquetDirectory(Sink):
         with _errors(self.url):
             for unfinished in self._index.glob(f"{durable.TEMPORARY_PREFIX}*"):
                 durable.remove(unfinished)
-            for directory in self._versions.glob("[0-9]*-*"):
-                stored = self._stored(int(directory.name.partition("-")[0]))
-                if stored is None or stored.directory != directory.name:
+            for directory in self._versions.iterdir():
+                name = _VERSION.fullmatch(directory.name)
+                stored = None if name is None else self._stored(int(name[1]))
+                if name is not None and (stored is None or stored.directory != directory.name):
                     durable.step(f"sink-remove {directory.name}")
                     shutil.rmtree(directory)
 
@@ -183,8 +188,8 @@ class ParquetDirectory(Sink):
         with _errors(self.url):
             if not self._index.is_dir():
                 return 0
-            names = [path.stem for path in self._index.iterdir() if path.suffix == ".json"]
-        return max((int(name) for name in names if name.isdecimal()), default=0)
+            names = [_INDEX_FILE.fullmatch(path.name) for path in self._index.iterdir()]
+        return max((int(name[1]) for name in names if name is not None), default=0)
 
     def _index_file(self, number: int) -> Path:
         return self._index / f"{number:012d}.json"
@@ -297,10 +302,11 @@ class _VersionWriter:
         return rows
 
     def end(self) -> None:
-        """Let another publisher in."""
-        for file in self._files.values():
-            file.close()
+        """Let another publisher in. Never raises: no index names what cannot be written now."""
         os.close(self._publisher)
+        for file in self._files.values():
+            with suppress(OSError, pa.ArrowException):
+                file.close()
 
 
 class _ParquetReading:

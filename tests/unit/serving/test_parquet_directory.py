@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -81,3 +82,37 @@ def test_a_version_that_is_missing_is_named(tmp_path: Path) -> None:
         (tmp_path / "index" / "000000000001.json").unlink()
         with pytest.raises(SinkError, match=r"index/000000000001\.json"):
             served_rows(sink, "users")
+
+
+def test_a_disk_that_was_full_locks_no_publisher_out(tmp_path: Path) -> None:
+    with open_sink(f"parquet:{tmp_path}") as sink:
+        bring(sink, 1, {"users": ids_of(1), "items": ids_of()}, parent=None)
+        sink.begin(sink_version(2), sink_version(1).checkpoint)
+        for name in ("users", "items"):
+            sink.put(name, torch.arange(90), torch.rand(90, 3))
+        most_bytes, hard_limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard_limit))
+        try:
+            with pytest.raises(SinkError, match="File too large"):
+                sink.commit({}, [])
+            sink.discard()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, hard_limit))
+        assert served_rows(sink, "users") == of_step(1, 1)
+        bring(sink, 2, {"users": ids_of(4)}, parent=1)
+        assert served_rows(sink, "users") == of_step(1, 1) | of_step(2, 4)
+
+
+@pytest.mark.parametrize(
+    "foreign_path",
+    ["index/99.json", "index/notes.json", "versions/2026-notes/a", "versions/0notes-b/a"],
+)
+def test_what_others_have_put_there_stays(tmp_path: Path, foreign_path: str) -> None:
+    with open_sink(f"parquet:{tmp_path}") as sink:
+        bring(sink, 1, {"users": ids_of(1), "items": ids_of()}, parent=None)
+        foreign_file = tmp_path / foreign_path
+        foreign_file.parent.mkdir(exist_ok=True)
+        foreign_file.write_text("{}")
+        bring(sink, 2, {"users": ids_of(4)}, parent=1)
+        assert served_rows(sink, "users") == of_step(1, 1) | of_step(2, 4)
+        assert foreign_file.read_text() == "{}"
