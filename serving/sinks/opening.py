@@ -14,6 +14,8 @@ __all__ = ["open_sink", "shown_url"]
 
 _LOCAL_SCHEMES: Final = ("sqlite", "parquet")
 _REDIS_SCHEMES: Final = ("redis", "rediss", "valkey", "valkeys")
+#: With these options of redis-py, rows and records would come as text.
+_TEXT_OPTIONS: Final = frozenset({"decode_responses", "encoding"})
 _GRACE_SECONDS: Final = 2.0
 _MOST_GRACE_SECONDS: Final = 600.0
 
@@ -83,12 +85,15 @@ def _redis(url: str) -> Sink:
     prefix = options.pop("prefix", "recpoint")
     if not prefix or set(prefix) & set("{}:\n"):
         raise _refused(url, f"the prefix {prefix!r:.80}", "a prefix without braces and colons")
+    text_options = sorted(_TEXT_OPTIONS & set(options))
+    if text_options:
+        raise _refused(url, f"the option {text_options[0]}", "no option that makes rows text")
     scheme = parts.scheme.replace("valkeys", "rediss").replace("valkey", "redis")
     grace_seconds = _grace_seconds(url, options.pop("grace", None))
     server = urlunsplit((scheme, parts.netloc, parts.path, urlencode(options), ""))
     try:
         return RedisSink(server, shown_url(url), prefix, grace_seconds)
-    except (ValueError, TypeError) as error:
+    except Exception as error:  # nothing is connected yet: redis-py reads options, each its own way
         raise _refused(url, f"an option: {error}", "options of redis-py") from None
 
 
@@ -103,18 +108,23 @@ def _grace_seconds(url: str, text: str | None) -> float:
 
 
 def shown_url(url: str) -> str:
-    """Return a URL without passwords, for errors and logs."""
+    """Return a URL without passwords, for errors and logs; one without any stays as it is."""
     scheme = url.partition(":")[0]
+    hidden = f"{scheme}:***" if scheme in (*_LOCAL_SCHEMES, *_REDIS_SCHEMES) else "***"
     try:
         parts = urlsplit(url)
         _ = parts.port
     except ValueError:
-        return f"{scheme}:***"
-    if parts.netloc and "@" in parts.path + parts.query + parts.fragment:
-        return f"{scheme}:***"  # of a password with a bare slash, question mark or hash
+        return hidden
+    is_path = parts.scheme in _LOCAL_SCHEMES and not parts.netloc
+    if "@" in parts.path + parts.query + parts.fragment and not is_path:
+        return hidden  # a bare slash, question mark or hash in a password, or no // before it
     options = parse_qsl(parts.query)
-    if any("password" in name for name, _ in options):
-        shown = [(name, "***" if "password" in name else value) for name, value in options]
+    has_secret = any("password" in name.lower() for name, _ in options)
+    if not has_secret and parts.password is None:
+        return url
+    if has_secret:
+        shown = [(name, "***" if "password" in name.lower() else value) for name, value in options]
         parts = parts._replace(query=urlencode(shown, safe="*"))
     if parts.password is not None:
         host = parts.netloc.rpartition("@")[2]

@@ -25,7 +25,7 @@ from recpoint.errors import (
 )
 from recpoint.format.naming import MANIFEST_KEY, ManifestName
 from recpoint.serving.sinks.contract import Sink
-from recpoint.serving.sinks.opening import open_sink
+from recpoint.serving.sinks.opening import open_sink, shown_url
 from recpoint.serving.sinks.publisher import SinkPublisher
 from recpoint.serving.sinks.reader import SinkReader
 from recpoint.serving.sinks.verification import verify
@@ -316,8 +316,44 @@ def test_a_table_that_grew_arrives(tmp_path: Path, sink: Sink) -> None:
 
 @pytest.mark.parametrize(
     "wrong_url",
-    ["redis://h/0?foo=1", "redis://h/0?socket_timeout=x", "sqlite:", "parquet://h/a", "ftp://h"],
+    [
+        "redis://h/0?foo=1",
+        "redis://h/0?socket_timeout=x",
+        "redis://h/0?protocol=7",
+        "redis://h/0?retry=x",
+        "rediss://h/0?ssl_cert_reqs=x",
+        "redis://h/0?decode_responses=true",
+        "sqlite:",
+        "parquet://h/a",
+        "ftp://h",
+    ],
 )
 def test_a_url_that_names_no_sink_is_refused(wrong_url: str) -> None:
     with pytest.raises(SettingsError, match="publish-to-a-store"):
         open_sink(wrong_url)
+
+
+@pytest.mark.parametrize(
+    "wrong_url",
+    [
+        "redis:/:hunter2@h/0",
+        "redis:///:hunter2@h/0",
+        "redis:user:hunter2@h/0",
+        "redis//:hunter2@h/0",
+        "hunter2@h:6379",
+        "redis://:hunter2@[h/0",
+        "redis://:hun/ter2@h/0",
+        "redis://h/0?PASSWORD=hunter2",
+    ],
+)
+def test_no_error_shows_a_password_of_a_url_that_is_wrong(wrong_url: str) -> None:
+    with pytest.raises(SettingsError) as refusal:
+        open_sink(wrong_url)
+    assert "hunter2" not in str(refusal.value) and "ter2@" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "url", ["parquet:///srv/a@b", "sqlite:/srv/a", "redis://h/0?", "REDIS://h"]
+)
+def test_a_url_without_a_password_is_shown_as_it_is(url: str) -> None:
+    assert shown_url(url) == url
