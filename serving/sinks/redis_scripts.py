@@ -75,7 +75,7 @@ local position = redis.call('HMGET', KEYS[1], 'writer', 'written', 'committed_by
 if position[1] ~= ARGV[1] then return (position[3] == ARGV[1]) and 1 or -1 end
 if position[2] ~= ARGV[2] then return -2 end
 redis.call('HSET', KEYS[1], 'number', ARGV[3], 'record', ARGV[4], 'numbers', ARGV[5],
-    'committed_by', ARGV[1])
+    'committed_by', ARGV[1], 'parent_by', position[3] or '')
 redis.call('HDEL', KEYS[1], 'writer', 'in_place', 'written')
 return 1
 """

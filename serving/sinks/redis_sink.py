@@ -3,9 +3,10 @@
 Keys, P being the prefix in braces (so that a cluster keeps all of them on one node):
 
     P:position      hash: what readers see (`number`, `record`, `numbers`), the first version that
-                    can still be read (`readable_from`), who may write (`writer`), of which
-                    version rows may lie among those that readers see (`in_place`), and how
-                    many scripts of the attempt have written (`written`)
+                    can still be read (`readable_from`), the tokens of the attempts that committed
+                    this version and the one before (`committed_by`, `parent_by`), who may write
+                    (`writer`), of which version rows may lie among those that readers see
+                    (`in_place`), and how many scripts of the attempt have written (`written`)
     P:dense:N       dense layers of version N, a safetensors file
     P:T:I           row I of the table with the number T: one or two slots
 
@@ -21,6 +22,9 @@ those that readers see, and the old ones are removed afterwards.
 
 The scripts check the writer's token before they write: a publisher that was stopped and goes on
 after another has begun writes nothing.
+
+A server that has lost a version gets another one with the same number. So a reader compares the
+token, too: rows of that one would else pass for rows of its own.
 """
 
 from __future__ import annotations
@@ -71,6 +75,22 @@ _KEYS_A_SCAN: Final = 1000
 _ROWS_A_LOOKUP: Final = 1000
 
 
+#: Fields of the position that say whether a version can be read.
+_FIELDS_OF_READABLE: Final = ("readable_from", "number", "committed_by", "parent_by")
+
+
+class _Readable(NamedTuple):
+    """A version that a reader reads.
+
+    Attributes:
+        number: of the version.
+        token: of the attempt that committed it.
+    """
+
+    number: int
+    token: bytes
+
+
 class _Attempt(NamedTuple):
     """What this process has begun.
 
@@ -103,7 +123,7 @@ class RedisSink(Sink):
             publication waits for that.
 
     Raises:
-        ValueError, TypeError: redis-py has no such option, or it has another type.
+        Exception: of any class: redis-py has no such option, or it has another type.
     """
 
     def __init__(self, url: str, shown_url: str, prefix: str, grace_seconds: float) -> None:
@@ -225,17 +245,18 @@ class RedisSink(Sink):
                 expected="a version that was published",
                 next_step="recpoint publish-to SINK URL",
             )
-        yield _RedisReading(self, committed, _numbers(fields))
+        token = fields.get(b"committed_by", b"")
+        yield _RedisReading(self, committed, _Readable(committed.number, token), _numbers(fields))
 
     def close(self) -> None:
         """See `Sink.close`."""
         self._client.close()
 
-    def rows(self, number: int, table: int, ids: Sequence[int]) -> Sequence[bytes | None]:
+    def rows(self, version: _Readable, table: int, ids: Sequence[int]) -> Sequence[bytes | None]:
         """Return what lies under the keys of rows, while a version can be read.
 
         Args:
-            number: of the version.
+            version: the version.
             table: number of the table.
             ids: of the rows.
         """
@@ -244,23 +265,23 @@ class RedisSink(Sink):
             for first in range(0, len(ids), _ROWS_A_LOOKUP):
                 some = ids[first : first + _ROWS_A_LOOKUP]
                 pipeline.mget([self._key(f"{table}:{row}") for row in some])
-            # Last: no row is written over before these numbers say that it may be.
-            pipeline.hmget(self._key("position"), "readable_from", "number")
+            # Last: no row is written over before these fields say that it may be.
+            pipeline.hmget(self._key("position"), *_FIELDS_OF_READABLE)
             *rows, readable = pipeline.execute()
-        self._refuse_gone(number, readable)
+        self._refuse_gone(version, readable)
         return list(chain.from_iterable(rows))
 
-    def dense_bytes(self, number: int) -> bytes:
+    def dense_bytes(self, version: _Readable) -> bytes:
         """Return the dense layers of a version."""
         with self._errors():
             pipeline = self._client.pipeline(transaction=True)
-            pipeline.hmget(self._key("position"), "readable_from", "number")
-            pipeline.get(self._key(f"dense:{number}"))
+            pipeline.hmget(self._key("position"), *_FIELDS_OF_READABLE)
+            pipeline.get(self._key(f"dense:{version.number}"))
             readable, data = pipeline.execute()
-        self._refuse_gone(number, readable)
+        self._refuse_gone(version, readable)
         if data is None:
             raise SinkError(
-                f"{self.url} ({self._key(f'dense:{number}')})",
+                f"{self.url} ({self._key(f'dense:{version.number}')})",
                 found="no such key",
                 expected="the dense layers of the version that readers see",
                 next_step="set maxmemory-policy noeviction; " + EMPTY_FIRST,
@@ -269,7 +290,7 @@ class RedisSink(Sink):
 
     def stored_ids(self, table: int) -> Iterator[list[int]]:
         """Yield the ids of all rows under keys of a table, some at a time; some may come twice."""
-        start = len(self._key(f"{table}:"))
+        start = len(self._key(f"{table}:").encode())
         for keys in self._stored_keys(_literal(self._key(f"{table}:")) + "*"):
             yield [int(key[start:]) for key in keys]
 
@@ -285,15 +306,18 @@ class RedisSink(Sink):
             if keys:
                 yield keys
 
-    def _refuse_gone(self, number: int, readable: Sequence[bytes | None]) -> None:
+    def _refuse_gone(self, version: _Readable, readable: Sequence[bytes | None]) -> None:
         """Refuse a version that cannot be read any more, or that the server has lost.
 
         Args:
-            number: of the version.
-            readable: the lowest and the highest number that can be read.
+            version: the version.
+            readable: values of `_FIELDS_OF_READABLE`.
         """
-        lowest, highest = (int(field or 0) for field in readable)
-        if number > highest:
+        number = version.number
+        lowest, highest = (int(field or 0) for field in readable[:2])
+        # Sinks of earlier releases do not have the token of the version before.
+        token = {highest: readable[2], highest - 1: readable[3]}.get(number)
+        if number > highest or (token and token != version.token):
             raise NotServing(
                 self.url,
                 found=f"version {number}, which the server has lost (a restart, a failover)",
@@ -360,7 +384,7 @@ class RedisSink(Sink):
         """Remove tables that no version from the committed one on needs, in one scan for all."""
         if not numbers:
             return
-        start = len(self._key(""))
+        start = len(self._key("").encode())
         for keys in self._stored_keys(_literal(self._key("")) + "[0-9]*:*"):
             dead_keys = [key for key in keys if int(key[start:].split(b":")[0]) in numbers]
             if dead_keys:
@@ -451,25 +475,29 @@ class _RedisReading:
     """See `SinkReading`."""
 
     def __init__(
-        self, sink: RedisSink, version: CommittedVersion, numbers: Mapping[str, int]
+        self,
+        sink: RedisSink,
+        version: CommittedVersion,
+        readable: _Readable,
+        numbers: Mapping[str, int],
     ) -> None:
-        self._sink, self.version, self._numbers = sink, version, numbers
+        self._sink, self.version, self._readable, self._numbers = sink, version, readable, numbers
 
     def lookup(self, table: str, ids: Tensor) -> tuple[Tensor, Tensor]:
         served = table_of(self._sink.url, self.version.version, table)
-        stored = self._sink.rows(self.version.number, self._numbers[table], ids.tolist())
+        stored = self._sink.rows(self._readable, self._numbers[table], ids.tolist())
         rows = [self._seen(value, served.row_bytes) for value in stored]
         return rows_of_bytes(self._sink.url, served, ids, rows)
 
     def dense(self) -> dict[str, Tensor]:
-        return dense_of_bytes(self._sink.dense_bytes(self.version.number))
+        return dense_of_bytes(self._sink.dense_bytes(self._readable))
 
     def row_count(self, table: str) -> int:
         served = table_of(self._sink.url, self.version.version, table)
         number = self._numbers[table]
         ids: set[int] = set()
         for some in self._sink.stored_ids(number):
-            stored = self._sink.rows(self.version.number, number, some)
+            stored = self._sink.rows(self._readable, number, some)
             ids.update(
                 row
                 for row, value in zip(some, stored, strict=True)

@@ -128,3 +128,41 @@ def test_a_reader_is_told_that_the_server_has_lost_its_version(
         with pytest.raises(NotServing, match="has lost"):
             reading.dense()
     assert served_rows(sink, "users") == of_step(1, 1, 2, 3)
+
+
+@pytest.mark.parametrize("versions_after", [1, 2])
+def test_a_version_that_took_the_number_of_a_lost_one_is_not_read_for_it(
+    sink: Sink, server: RedisServer, versions_after: int
+) -> None:
+    """A server loses version 2 while it is read, and gets another version 2, and a third."""
+    server.command("SAVE")
+    bring(sink, 2, {"users": ids_of(1, 2)}, parent=1)
+    with sink.reading() as reading:
+        reading.lookup("users", ids_of(1))
+        server.restart()
+        for step in range(5, 5 + versions_after):
+            bring(sink, step, {"users": ids_of(2, 3)}, parent=1 if step == 5 else step - 1)
+        with pytest.raises(NotServing):
+            reading.lookup("users", ids_of(1, 2, 3))
+        with pytest.raises(NotServing):
+            reading.dense()
+
+
+def test_a_version_can_be_read_until_the_next_but_one_begins(sink: Sink) -> None:
+    with sink.reading() as reading:
+        bring(sink, 2, {"users": ids_of(1, 2)}, parent=1)
+        values, _ = reading.lookup("users", ids_of(1, 2, 3))
+        assert values[:, 0].tolist() == [1001.0, 1002.0, 1003.0]
+        assert reading.dense()["top"].tolist() == [1.0, 1.0]
+        sink.begin(sink_version(3), sink_version(2).checkpoint)
+        with pytest.raises(NotServing, match="being replaced"):
+            reading.lookup("users", ids_of(1))
+
+
+def test_a_prefix_need_not_be_ascii(server: RedisServer) -> None:
+    with open_sink(f"{server.url}?grace=0&prefix=%C3%A4ds") as sink:
+        for step in (1, 2):  # the second one removes the tables of the first
+            bring(sink, step, {"users": ids_of(1, 2), "items": ids_of()}, parent=None)
+        assert served_rows(sink, "users") == of_step(2, 1, 2)
+        with sink.reading() as reading:
+            assert reading.row_count("users") == 2
