@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from typing import Final
 
@@ -39,6 +40,7 @@ class SinkMetrics:
     ) -> None:
         self._publisher = publisher
         self._labels = {"run": run, "sink": sink}
+        self._began_seconds = time.time()
         self._failures: Counter[str] = Counter(dict.fromkeys(CAUSES, 0))
         collector = SampleCollector(SINK_METRICS, self._sample)
         self._export = MetricsExport(collector, registry=None, port=port, address=address)
@@ -56,10 +58,11 @@ class SinkMetrics:
             label="cause",
             **self._labels,
         )
+        # Without a look, the start: an alert on an absent series would never fire.
+        looked = self._began_seconds if standing is None else standing.looked_ms / _MS_PER_SECOND
+        samples.add("recpoint_sink_look_timestamp_seconds", looked, **self._labels)
         if standing is None:
             return
-        looked = standing.looked_ms / _MS_PER_SECOND
-        samples.add("recpoint_sink_look_timestamp_seconds", looked, **self._labels)
         samples.add("recpoint_sink_lag_seconds", standing.lag_seconds, **self._labels)
         if standing.committed is not None:
             step = standing.committed.version.checkpoint.step

@@ -295,7 +295,7 @@ SINK_METRICS: Final = _table("recpoint", *_BUILD) + _table(
     (
         *("look_timestamp_seconds", "gauge", "run sink"),
         "When the publisher last read both the run and the sink, since the epoch. If one of them "
-        "cannot be reached, it grows old.",
+        "cannot be reached, it grows old. Before the first such look: when the publisher started.",
     ),
     (
         *("failures_total", "counter", "run sink cause"),

@@ -42,7 +42,10 @@ def test_lag_grows_until_the_version_is_there(tmp_path: Path) -> None:
     with open_sink(f"sqlite:{tmp_path}/sinks/served") as sink:
         publisher = SinkPublisher(run.url, sink)
         metrics = SinkMetrics(publisher, run=run.url, sink=sink.url, port=0, address="127.0.0.1")
-        assert set(scraped(metrics).values()) == {0.0}  # failures of each cause
+        first = scraped(metrics)
+        started = first.pop("look_timestamp_seconds")  # so that an alert tells of no look at all
+        assert abs(started - time.time()) < 60
+        assert set(first.values()) == {0.0}  # failures of each cause
         trainer.commit(1)
         publisher.poll()
         first = scraped(metrics)
