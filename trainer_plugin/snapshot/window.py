@@ -61,6 +61,8 @@ _POLL_SECONDS = 0.05
 #: A copy is taken to need no less.
 _LEAST_SECONDS = 1e-6
 
+_ID_BYTES = 8
+
 #: More batches than any window has.
 _FIRST_ROUND = sys.maxsize
 
@@ -220,11 +222,10 @@ class Window:
         """Bytes that the window takes beside its slot.
 
         For each table: one more bitmap of marks, the bitmap of the rows that are looked up, and
-        the plan, as soon as it is made.
+        the plan, as soon as it is made; and the ids of all rows that were copied again.
         """
-        return self._marks.size_bytes + sum(
-            plan.seen.nbytes + plan.size_bytes for plan in self._plans
-        )
+        plan_bytes = sum(plan.seen.nbytes + plan.size_bytes for plan in self._plans)
+        return self._marks.size_bytes + plan_bytes + _ID_BYTES * self._asked_rows
 
     @property
     def bytes_a_second(self) -> float:

@@ -83,11 +83,15 @@ def _waits_for_rows(window: Window) -> bool:
 def test_rows_that_change_are_copied_again_before_the_stall(tmp_path: Path) -> None:
     plain = Job(tmp_path / "plain", policy=_ALWAYS_FULL)
     ahead = Job(tmp_path / "ahead", policy=_ALWAYS_FULL, **WINDOW)
+    sizes: list[int] = []
     while plain.done < 20:
         plain.batch()
         ahead.batch()
         if 10 < ahead.done < 20:  # a window of 12 batches is open: its thread finishes each round
-            until(partial(_waits_for_rows, window_of(ahead)))
+            window = window_of(ahead)
+            until(partial(_waits_for_rows, window))
+            sizes.append(window.size_bytes - 8 * window._asked_rows)  # ids of rows copied again
+    assert len(set(sizes)) == 1
     users, items, _ = next(iter(Reader()))
     assert 0 < ahead.copied.rows_in_stall <= users.numel() + items.numel()
     assert ahead.copied.rows_before > USERS + ITEMS
