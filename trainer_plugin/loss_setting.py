@@ -54,7 +54,8 @@ class Loss:
     them; `of` is then called with the module inside the wrapper. All ranks measure the same
     batches, each its own samples, and agree on prices when they agree on a checkpoint. Lookups in
     sharded tables exchange rows in each forward pass. So their first batch is not measured, all
-    ranks must train equally many batches, and an error of `of` always ends training.
+    ranks must train equally many batches and call `Checkpointer.measure` for the same ones, and an
+    error of `of` always ends training.
 
     Adagrad, row-wise Adagrad, Adam, AdamW and SparseAdam keep squared gradients. For all other
     optimizers, lookups are counted, in one byte a row. There is no common price of both in one
@@ -64,7 +65,8 @@ class Loss:
         increase: the most by which rounding may raise the loss, as a share of the loss: 1e-4 is
             0.01 %.
         of: `of(model, batch)` returns the loss of a batch, a tensor of one value above zero. It is
-            called under `torch.no_grad()` with the model as it is, and must not train it.
+            called under `torch.no_grad()` with the model as it is. It must neither train it nor
+            switch gradients on.
         share: the most of the time of training that measurements take, above 0 and at most 0.5. The
             first batch is always measured; the next ones follow when its time is made up for.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from recpoint.errors import SettingsError
 from recpoint.trainer_plugin.batches.count import BatchCount
@@ -18,6 +18,8 @@ from recpoint.trainer_plugin.batches.signs import TrainingSigns
 __all__ = ["LooksAtBatches", "NextBatch"]
 
 _log = logging.getLogger("recpoint")
+
+_NO_BATCH: Final = object()
 
 
 class LooksAtBatches(Protocol):
@@ -47,6 +49,7 @@ class NextBatch:
         self._meter = meter
         self.is_awaited = meter is not None
         self._has_none = True  # no batch was handed over, and nobody was warned of that
+        self._handed_batch: Any = _NO_BATCH  # by `measure`, and not counted
 
     def offer(self, batch: Any) -> None:
         """Have a batch looked at by which a loop of recpoint's own goes on.
@@ -64,6 +67,8 @@ class NextBatch:
     def measure(self, batch: Any) -> None:
         """Have a batch looked at that a loop of the user's own is about to train.
 
+        A second call with the batch does nothing: its loss says nothing more about rounding.
+
         Args:
             batch: as the loss function gets it.
 
@@ -80,12 +85,13 @@ class NextBatch:
             raise _refused("an optimizer step since the last batch was counted by step()")
         if self._count.has_trained_newest:
             raise _refused("a batch that the optimizers have stepped for: no other was taken since")
-        if self._meter is not None:
-            self._has_none = False
+        if self._meter is not None and batch is not self._handed_batch:
+            self._has_none, self._handed_batch = False, batch
             self._meter.look(batch)
 
     def note_counted(self) -> None:
-        """Warn once if a batch is counted, and no batch was handed over before."""
+        """Forget the batch that is counted. Warn once if no batch was handed over before."""
+        self._handed_batch = _NO_BATCH
         if self._has_none and self._meter is not None:
             self._has_none = False
             _log.warning(

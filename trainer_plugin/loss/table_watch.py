@@ -58,7 +58,8 @@ class TableWatch(TorchDispatchMode):
         answers: answers the lookups.
 
     Raises:
-        SettingsError: while entered: a watched weight is used in another way than by a lookup.
+        SettingsError: while entered: a watched weight is used in another way than by a lookup; or
+            gradients are on in a lookup, which then counts as one of training.
     """
 
     def __init__(self, tables: Sequence[WatchedTable], answers: AnswersLookups) -> None:
@@ -85,9 +86,16 @@ class TableWatch(TorchDispatchMode):
             if places is None or func in _READS_NO_VALUES:
                 continue
             lookup = self._lookup(func, arguments, keywords, tensor, places)
-            if lookup is None:
+            if lookup is not None:
+                if torch.is_grad_enabled():
+                    raise _refused_gradients()
+                return self._answers.answer(lookup)
+            # In inference mode torch tells of some lookups before it has taken them apart.
+            with self:
+                output = func.decompose(*arguments, **keywords)
+            if output is NotImplemented:
                 raise _refused(self._tables[min(places.values())].name, func)
-            return self._answers.answer(lookup)
+            return output
         return func(*arguments, **keywords)
 
     def _lookup(
@@ -124,6 +132,16 @@ def _refused(table: str, operation: Any) -> SettingsError:
         expected="lookups by nn.Embedding, nn.EmbeddingBag or their functions, without max_norm: "
         "the cost of any other use cannot be measured",
         next_step=f"pass Precision(bits=Loss(...), tables={{{table!r}: 'lossless'}})",
+    )
+
+
+def _refused_gradients() -> SettingsError:
+    return SettingsError(
+        "Loss.of(model, batch)",
+        found="a function that switches gradients on, so that its lookups count as training",
+        expected="a function that computes a loss under torch.no_grad(), as it is called",
+        next_step="leave terms that need gradients out of Loss.of, or pass a number of bits, such "
+        "as bits=8",
     )
 
 

@@ -111,6 +111,30 @@ def accumulated_steps(job: MeasuredJob) -> None:
         job.ckpt.step()
 
 
+def steps_measured_twice(job: MeasuredJob) -> None:
+    for batch in job.reader:
+        for _ in range(2):
+            job.ckpt.measure(batch)
+        job.train(batch)
+        job.ckpt.step()
+
+
+def steps_measured_in_inference(job: MeasuredJob) -> None:
+    for batch in job.reader:
+        with torch.inference_mode():
+            job.ckpt.measure(batch)
+        job.train(batch)
+        job.ckpt.step()
+
+
+def steps_under_autocast(job: MeasuredJob) -> None:
+    for batch in job.reader:
+        with torch.autocast("cpu", torch.bfloat16):
+            job.ckpt.measure(batch)
+            job.train(batch)
+        job.ckpt.step()
+
+
 def steps_ahead(job: MeasuredJob) -> None:
     for batch in _ahead(iter(job.reader)):
         job.ckpt.measure(batch)
@@ -161,6 +185,9 @@ def pipelined(job: MeasuredJob) -> None:
     [
         (plain_steps, {}),
         (accumulated_steps, {}),
+        (steps_measured_twice, {}),
+        (steps_measured_in_inference, {}),
+        (steps_under_autocast, {}),
         (steps_ahead, {"in_flight": AHEAD}),
         (batches_ahead, {"in_flight": AHEAD}),
         (pipelined, {}),
@@ -187,6 +214,14 @@ def test_a_loop_trains_the_same_and_measures_batches_that_it_trains_next(
             assert next_numbers == sorted(set(next_numbers)) and len(next_numbers) >= BATCHES - 3
         ends.append(job.end())
     assert all(torch.equal(plain, measured) for plain, measured in zip(*ends, strict=True))
+
+
+def test_a_batch_that_is_measured_twice_counts_once(place: Place) -> None:
+    job = MeasuredJob(place, True)
+    next_numbers = job.note_looks()
+    steps_measured_twice(job)
+    assert next_numbers == list(range(BATCHES))
+    job.end()
 
 
 def refused(call: Callable[[], None]) -> str:

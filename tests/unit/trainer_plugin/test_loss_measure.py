@@ -161,6 +161,26 @@ def test_each_way_to_look_rows_up_is_measured(way: str, ids_dtype: torch.dtype) 
     assert_measured(model, ids, lambda model, ids: (model(ids) ** 2).sum())
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_lookups_in_inference_mode_are_measured_alike(way: str) -> None:
+    torch.manual_seed(5)
+    model = Lookups(way)
+    ids = torch.tensor([[3, 7, 39], [7, 7, 7], [0, 3, 20]])
+
+    def of(model: nn.Module, ids: Tensor) -> Tensor:
+        loss: Tensor = (model(ids) ** 2).sum()
+        return loss
+
+    def of_inference(model: nn.Module, ids: Tensor) -> Tensor:
+        with torch.inference_mode():
+            return of(model, ids)
+
+    pair = measure(model, ids, of, tables_of(model))
+    assert measure(model, ids, of_inference, tables_of(model)) == pair
+    with torch.inference_mode():
+        assert measure(model, ids, of, tables_of(model)) == pair
+
+
 def test_a_scripted_and_a_compiled_model_are_measured() -> None:
     torch.manual_seed(5)
     ids = torch.tensor([[3, 7, 39], [0, 3, 20]])
@@ -323,15 +343,28 @@ def test_a_function_that_trains_is_refused() -> None:
         model.top.weight.mul_(0.5)
         return torch.tensor(1.0)
 
-    def passes_back(_: nn.Module, batch: Batch) -> Tensor:
-        with torch.enable_grad():
-            loss: Tensor = model.top(torch.ones(2, 12)).sum()
-            loss.backward()
+    def has_gradients(_: nn.Module, batch: Batch) -> Tensor:
+        model.top.weight.grad = torch.ones_like(model.top.weight)
         return torch.tensor(1.0)
 
-    for of in (steps, passes_back):
+    for of in (steps, has_gradients):
         with pytest.raises(SettingsError, match="changes parameters or their gradients"):
             measure(model, batch, of, tables_of(model))
+
+
+def test_a_function_that_switches_gradients_on_is_refused_before_it_looks_rows_up() -> None:
+    seed_everything(2)
+    model, batch = Recommender(), batch_of(1)
+
+    def of(model: nn.Module, batch: Batch) -> Tensor:
+        with torch.enable_grad():
+            loss = loss_of(model, batch)
+            loss.backward()
+        return loss.detach()
+
+    with pytest.raises(SettingsError, match="switches gradients on"):
+        measure(model, batch, of, tables_of(model))
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_passes_that_look_up_different_rows_are_refused() -> None:
