@@ -71,17 +71,18 @@ def loss_of(model: nn.Module, batch: Batch) -> Tensor:
     return functional.binary_cross_entropy_with_logits(model(batch[0]), batch[1])
 
 
-def _own_loop(ckpt: Checkpointer, reader: RankClicks, total: int) -> Iterator[Batch]:
-    """Yield batches of a loop that calls `step` itself."""
+def _own_loop(ckpt: Checkpointer, reader: RankClicks, total: int, stride: int) -> Iterator[Batch]:
+    """Yield batches of a loop that calls `step` itself, and hands over one of each `stride`."""
     while ckpt.batches_done < total:
         batch = next(reader)
-        ckpt.measure(batch)
+        if ckpt.batches_done % stride == 0:
+            ckpt.measure(batch)
         yield batch
         ckpt.step()
 
 
 def _trained(
-    folder: Path, bits: Any, *, sgd: bool = False, batches: int = 80, own_loop: bool = False
+    folder: Path, bits: Any, *, sgd: bool = False, batches: int = 80, own_stride: int = 0
 ) -> dict[str, Any]:
     """Train with checkpoints, and return what the rank has then."""
     seed_everything(1)
@@ -108,7 +109,9 @@ def _trained(
         meter._pace.clock = lambda: float(next(seconds))
     ckpt.restore()
     for total in range(INTERVAL, batches + 1, INTERVAL):
-        for batch in _own_loop(ckpt, reader, total) if own_loop else ckpt.batches(total=total):
+        for batch in (
+            _own_loop(ckpt, reader, total, own_stride) if own_stride else ckpt.batches(total=total)
+        ):
             optimizer.zero_grad()
             functional.binary_cross_entropy_with_logits(model(batch[0]), batch[1]).backward()
             optimizer.step()
@@ -173,8 +176,17 @@ def _alone(folder: Path) -> dict[str, Any]:
 
 
 def _stepped(folder: Path) -> dict[str, Any]:
-    exact = _trained(folder / "lossless", "lossless", batches=3 * INTERVAL, own_loop=True)
-    results = _trained(folder / "loss", _by_loss(), batches=3 * INTERVAL, own_loop=True)
+    return _stepped_by(folder, stride=1)
+
+
+def _stepped_unequally(folder: Path) -> dict[str, Any]:
+    """Hand all batches over on rank 0, and one of three on rank 1."""
+    return _stepped_by(folder, stride=1 + 2 * dist.get_rank())
+
+
+def _stepped_by(folder: Path, *, stride: int) -> dict[str, Any]:
+    exact = _trained(folder / "lossless", "lossless", batches=3 * INTERVAL, own_stride=stride)
+    results = _trained(folder / "loss", _by_loss(), batches=3 * INTERVAL, own_stride=stride)
     return results | {"changed_by_measuring": _differences(exact, results)}
 
 
@@ -224,6 +236,7 @@ _CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
     "counted": _counted,
     "alone": _alone,
     "own loop": _stepped,
+    "unequal calls": _stepped_unequally,
     "error on one": _error_on_one,
     "refused": _refused,
 }

@@ -52,8 +52,9 @@ def test_ranks_measure_and_agree_on_one_price(tmp_path: Path) -> None:
     assert stored is not None and stored.price == figures.price.hex()
 
 
-def test_ranks_measure_in_loops_of_their_own(tmp_path: Path) -> None:
-    first, second = (of_rank["own loop"] for of_rank in told(tmp_path, ["own loop"]))
+@pytest.mark.parametrize("case", ("own loop", "unequal calls"))
+def test_ranks_measure_in_loops_of_their_own(tmp_path: Path, case: str) -> None:
+    first, second = (of_rank[case] for of_rank in told(tmp_path, [case]))
     assert first["changed_by_measuring"] == second["changed_by_measuring"] == []
     assert first["states"] == second["states"] and first["stride"] == second["stride"]
     assert first["figures"].error is None
