@@ -217,10 +217,9 @@ class KeyedModule(nn.Module):
 
     def _as_keys(self, ids: Tensor) -> Tensor:
         if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
-            found = str(ids.dtype) if isinstance(ids, Tensor) else type(ids).__name__
             raise SettingsError(
                 f"{self.slots.rows.subject}: keys",
-                found=found,
+                found=str(ids.dtype) if isinstance(ids, Tensor) else type(ids).__name__,
                 expected="a tensor of int64 or int32",
                 next_step="hash other keys to 64 bits, and convert them with .long()",
             )

@@ -44,23 +44,23 @@ class SlotMemory(Protocol):
     No write counts as a change of the weight: autograd has to find it unchanged if a lookup between
     a forward and its backward pass gives slots to other keys.
 
-    Attributes:
-        weight: the module's parameter. A memory that cannot take another one refuses it.
-        zero_row: position in the weight of row 0, once it is there.
-        is_whole: whether the weight has the rows of all slots.
+    A memory that cannot take another weight refuses it.
     """
 
     @property
-    def weight(self) -> Parameter: ...  # noqa: D102
+    def weight(self) -> Parameter:
+        """The module's parameter."""
 
     @weight.setter
     def weight(self, weight: Parameter) -> None: ...
 
     @property
-    def zero_row(self) -> int: ...  # noqa: D102
+    def zero_row(self) -> int:
+        """Position in the weight of row 0, once it is there."""
 
     @property
-    def is_whole(self) -> bool: ...  # noqa: D102
+    def is_whole(self) -> bool:
+        """Whether the weight has the rows of all slots."""
 
     def put(self, slots: Tensor, values: Tensor) -> None:
         """Write the values of rows: [n, dim] for slots, int64 [n]."""

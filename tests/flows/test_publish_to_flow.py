@@ -42,8 +42,8 @@ def test_a_sink_gets_each_checkpoint(run: Run, tmp_path: Path) -> None:
     trained(run, tables(seed=3), [4])
     assert message(run, sink_url=url, channel="validated").startswith("readers see step 1 ")
     Secret(value=SecretStr(url)).save("sink-of-ads", overwrite=True)
-    told = message(run, sink_url_secret="sink-of-ads")
-    assert told.startswith("readers see step 4 ") and told.endswith("version 2 of the sink")
+    newest = message(run, sink_url_secret="sink-of-ads")
+    assert newest.startswith("readers see step 4 ") and newest.endswith("version 2 of the sink")
     table = tables(seed=3)[0]
     with SinkReader(url).reading() as version:
         assert version.checkpoint.step == 4
