@@ -22,10 +22,7 @@ _FEWEST: Final = 8
 
 
 class OpenLookups:
-    """The lookups of one table whose backward pass may still come.
-
-    A second backward pass through the same lookup, with `retain_graph=True`, is not followed.
-    """
+    """The lookups of one table whose backward pass may still come."""
 
     def __init__(self) -> None:
         #: Some may have ended. Not in a WeakSet, because each lookup of a batch would wait for it.
@@ -91,7 +88,8 @@ class _OpenLookup:
         Raises:
             SettingsError: some have.
         """
-        self.is_open = False
+        # With retain_graph=True, another backward pass may come.
+        self.is_open = torch._C._autograd._get_current_graph_task_keep_graph()
         if self.has_lost:
             raise SettingsError(
                 self.subject,

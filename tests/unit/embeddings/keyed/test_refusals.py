@@ -315,6 +315,20 @@ def test_a_backward_pass_after_rows_of_its_lookup_have_expired() -> None:
         early.sum().backward()
 
 
+def test_a_second_backward_pass_after_rows_of_its_lookup_have_left() -> None:
+    keyed = KeyedEmbedding(2, 2)
+    optimizer = SGD(keyed.parameters(), lr=1.0)
+    loss = keyed(torch.tensor([1, 2])).sum()
+    for _ in range(2):
+        loss.backward(retain_graph=True)
+    optimizer.step()
+    optimizer.zero_grad()
+    keyed(torch.tensor([3, 4]))
+    with pytest.raises(SettingsError, match="have left"):
+        loss.backward()
+    assert keyed.weight.grad is None
+
+
 def test_a_backward_pass_after_a_restore() -> None:
     keyed = KeyedEmbedding(2, 4)
     stored = copy.deepcopy(keyed.state_dict())
