@@ -17,6 +17,7 @@ from recpoint.embeddings.keyed.all_ranks import keys_of_all_ranks
 from recpoint.embeddings.keyed.callers import refuse_caller, refuse_no_memory
 from recpoint.embeddings.keyed.eviction import Eviction, LeastRecent
 from recpoint.embeddings.keyed.key_slots import KeySlots
+from recpoint.embeddings.keyed.loaded_states import refuse_half_state
 from recpoint.embeddings.keyed.slot_memory import LookupRows
 from recpoint.embeddings.keyed.steps import follow_optimizers
 from recpoint.embeddings.tables.lookups import refuse_capture
@@ -233,6 +234,18 @@ class KeyedModule(nn.Module):
             "row_states": {name: state.clone() for name, state in self.slots.row_states.items()},
             **self.slots.state_dict(),
         }
+
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, *settings: Any
+    ) -> None:
+        """Load the module's part of a state dict, as `nn.Module.load_state_dict` asks for.
+
+        Raises:
+            SettingsError: it has rows without keys, or keys without rows. Nothing of the table has
+                changed.
+        """
+        refuse_half_state(state_dict, prefix, self.slots.rows.subject)
+        super()._load_from_state_dict(state_dict, prefix, *settings)
 
     def set_extra_state(self, state: Mapping[str, Any]) -> None:
         """Take over what `get_extra_state` returned.

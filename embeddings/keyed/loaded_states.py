@@ -1,4 +1,4 @@
-"""Refuses to train with an optimizer's state of other keys, after a module's state was loaded.
+"""Refuses states of a module that lack its keys, or whose keys the optimizer's state does not have.
 
 `load_state_dict` of a module that has been trained gives its slots other keys. The optimizer keeps
 the entries of those that had the slots, unless its own state of the same moment is loaded, too.
@@ -7,12 +7,38 @@ the entries of those that had the slots, unless its own state of the same moment
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
+from typing import Any
 
 from torch.optim import Optimizer
 
 from recpoint.errors import SettingsError
 
-__all__ = ["LoadedStates"]
+__all__ = ["LoadedStates", "refuse_half_state"]
+
+
+def refuse_half_state(state_dict: Mapping[str, Any], prefix: str, subject: str) -> None:
+    """Refuse rows of keys that are not known, and keys whose rows are not there.
+
+    Args:
+        state_dict: what `load_state_dict` was given.
+        prefix: of the names of the module's tensors in it.
+        subject: the table, as messages name it.
+
+    Raises:
+        SettingsError: the state dict has one of both only.
+    """
+    weight, keys = (f"{prefix}{name}" in state_dict for name in ("weight", "_extra_state"))
+    if weight != keys:
+        raise SettingsError(
+            subject,
+            found=f"a state dict with {prefix}weight and no keys"
+            if weight
+            else f"a state dict with keys and no {prefix}weight",
+            expected=f"{prefix}weight, and {prefix}_extra_state, which has the keys of its rows",
+            next_step="load all that state_dict() returned of the table, or nothing of it, with "
+            "strict=False",
+        )
 
 
 class LoadedStates:
