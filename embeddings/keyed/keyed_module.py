@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, Final, NamedTuple, Never
+from typing import Any, Final, NamedTuple, Never, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -190,9 +190,7 @@ class KeyedModule(nn.Module):
         is_training = self.training and weight.requires_grad and torch.is_grad_enabled()
         if is_training:
             refuse_caller(self, weight, slots.rows)
-            if weight is not slots.rows.weight:  # as load_state_dict(assign=True) does
-                slots.rows.weight = weight
-                slots.rows.follow_weight()
+            self._take_over_weight()
         if weight is slots.rows.weight:
             slots.rows.refuse_written()
         key_slots = self._take(keys.reshape(-1)) if is_training else slots.find(keys.reshape(-1))
@@ -227,6 +225,27 @@ class KeyedModule(nn.Module):
         # The common case, in a tenth of the time.
         is_as_asked = ids.is_cpu and ids.dtype is torch.int64
         return ids if is_as_asked else ids.to(device="cpu", dtype=torch.int64)
+
+    def _apply(self, *settings: Any, **named_settings: Any) -> Self:
+        """Move or convert the weight, as `to`, `double` and `to_empty` of `nn.Module` ask for.
+
+        Rows without keys are zeros afterwards, also in the new memory of `to_empty`.
+        """
+        place_before, apply = _place(self.weight), cast(Callable[..., Any], super()._apply)
+        apply(*settings, **named_settings)
+        if self.slots.rows.memory.is_whole and _place(self.weight) != place_before:
+            if not self.slots.rows_used:
+                self.weight.data.zero_()
+            self._take_over_weight()
+        return self
+
+    def _take_over_weight(self) -> None:
+        """Have rows of keys written into the parameter that torch has put in place of another."""
+        weight, rows = self.weight, self.slots.rows
+        if weight is not rows.weight and isinstance(weight, Parameter):
+            rows.weight = weight
+            rows.refuse_row_0()
+            rows.follow_weight()
 
     def get_extra_state(self) -> dict[str, Any]:
         """Return keys and counts for `state_dict()`; the weight is a parameter as others are."""
@@ -264,6 +283,7 @@ class KeyedModule(nn.Module):
                 next_step="build the table with the stored capacity_rows and rules",
             )
         slots.refuse_settings(state)
+        self._take_over_weight()  # load_state_dict(assign=True) has replaced it
         if slots.rows.is_trained and not torch.equal(stored[KEY], slots.row_states[KEY]):
             slots.rows.loaded.load_keys()
         for name, values in slots.row_states.items():
@@ -273,3 +293,9 @@ class KeyedModule(nn.Module):
     def extra_repr(self) -> str:
         """Return what `repr` shows of the settings."""
         return f"{self.dim}, capacity_rows={self.capacity_rows}, sparse={self.sparse}"
+
+
+def _place(weight: Tensor) -> tuple[int, torch.device, int]:
+    """Return what differs if a weight is another object, or lies in other memory."""
+    has_memory = type(weight) is Parameter and not weight.is_meta  # not one that ranks have cut
+    return id(weight), weight.device, weight.data_ptr() if has_memory else 0

@@ -89,14 +89,22 @@ class SlotValues:
                 next_step="average the dense layers alone, and load this table with "
                 "load_state_dict()",
             )
-        if bool(self.weight.detach()[self.memory.zero_row].any()):
+        self.refuse_row_0()
+        self.follow_weight()
+
+    def refuse_row_0(self) -> None:
+        """Refuse a weight whose row 0 is not that of keys without a row.
+
+        Raises:
+            SettingsError: it has other values than zero.
+        """
+        if not self.weight.is_meta and bool(self.weight.detach()[self.memory.zero_row].any()):
             raise SettingsError(
                 self.subject,
                 found="a row 0 that was written, as nn.init does",
                 expected="zeros there, which keys without a row look up",
                 next_step="give the table initial=, and leave its weight out of nn.init",
             )
-        self.follow_weight()
 
     @property
     def subject(self) -> str:
