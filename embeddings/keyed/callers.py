@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import Parameter
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from recpoint.embeddings.home.ranks import rank_and_count
 from recpoint.embeddings.keyed.slot_values import SlotValues
 from recpoint.errors import SettingsError
 
-__all__ = ["refuse_caller", "refuse_no_memory"]
+__all__ = ["refuse_caller", "refuse_no_memory", "refuse_recording"]
 
 
 def refuse_caller(module: nn.Module, weight: Tensor, rows: SlotValues) -> None:
@@ -52,9 +56,6 @@ def refuse_caller(module: nn.Module, weight: Tensor, rows: SlotValues) -> None:
     elif weight.is_cpu and weight.untyped_storage().is_shared():
         found = "a weight whose memory processes share, while each has its own keys"
         expected, next_step = "memory of this process", "do not call share_memory()"
-    elif torch._C._get_tracing_state() is not None:
-        found, expected = "torch.jit.trace", "a module that Python calls"
-        next_step = "trace the model in evaluation, or with to_table(vocabulary) in its place"
     else:
         return
     raise SettingsError(rows.subject, found=found, expected=expected, next_step=next_step)
@@ -78,3 +79,39 @@ def refuse_no_memory(weight: Tensor, subject: str) -> None:
             next_step="call recpoint.embeddings.cached(model, home, ...) before training, or leave "
             'device="meta" out',
         )
+
+
+def refuse_recording(keys: Tensor, subject: str) -> None:
+    """Refuse a lookup that is recorded, to be repeated with other keys or without any.
+
+    Recordings see operations on tensors. That a key has a row is none, so a recording would give
+    the rows of these keys, or none at all, to all others.
+
+    Args:
+        keys: what is looked up.
+        subject: the table, as messages name it.
+
+    Raises:
+        SettingsError: torch records it, or the keys have no values.
+    """
+    if torch._C._get_tracing_state() is not None:
+        found = "torch.jit.trace"
+    elif isinstance(keys, FakeTensor | FunctionalTensor) or (
+        torch._C._len_torch_dispatch_stack()
+        and any(
+            isinstance(mode, FakeTensorMode | ProxyTorchDispatchMode)
+            for mode in _get_current_dispatch_mode_stack()
+        )
+    ):
+        found = "torch.export, make_fx or a FakeTensorMode"
+    elif torch._C._functorch.is_functorch_wrapped_tensor(keys):
+        found = "a transform of torch.func, such as vmap"
+    else:
+        return
+    raise SettingsError(
+        subject,
+        found=f"a lookup within {found}",
+        expected="a module that Python calls with keys",
+        next_step="record the model with to_table(vocabulary) in its place, or look keys up "
+        "before; torch.compile works",
+    )

@@ -14,7 +14,11 @@ from recpoint.catalog.restore.keyed_rows import KEY
 from recpoint.embeddings.home.initial import Initial, Uniform
 from recpoint.embeddings.keyed.admission import Admission, EachKey
 from recpoint.embeddings.keyed.all_ranks import keys_of_all_ranks
-from recpoint.embeddings.keyed.callers import refuse_caller, refuse_no_memory
+from recpoint.embeddings.keyed.callers import (
+    refuse_caller,
+    refuse_no_memory,
+    refuse_recording,
+)
 from recpoint.embeddings.keyed.eviction import Eviction, LeastRecent
 from recpoint.embeddings.keyed.key_slots import KeySlots
 from recpoint.embeddings.keyed.loaded_states import refuse_half_state
@@ -184,6 +188,7 @@ class KeyedModule(nn.Module):
         """
         weight, slots = self.weight, self.slots
         keys = self._as_keys(ids)
+        refuse_recording(keys, slots.rows.subject)
         refuse_no_memory(slots.rows.weight, slots.rows.subject)
         if weight.is_cuda:
             refuse_capture(f"a lookup of {slots.rows.subject}")

@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import parametrize
 from torch.optim import ASGD, LBFGS, SGD, Adafactor, Adagrad, Adam, Optimizer, Rprop
 from torch.optim.swa_utils import AveragedModel
@@ -102,14 +104,49 @@ def test_activation_checkpointing(use_reentrant: bool) -> None:
         out.sum().backward()
 
 
-def test_scripts_and_traces() -> None:
+def _exported(model: nn.Module) -> object:
+    return torch.export.export(model, (torch.tensor([1]),))
+
+
+def _faked(model: nn.Module) -> object:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        return model(torch.tensor([1]))
+
+
+def _faked_before(model: nn.Module) -> object:
+    with FakeTensorMode():
+        keys = torch.tensor([1])
+    return model(keys)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("is_training", [True, False])
+@pytest.mark.parametrize(
+    ("record", "text"),
+    [
+        (lambda model: torch.jit.trace(model, torch.tensor([1])), r"torch\.jit\.trace"),
+        (lambda model: make_fx(model)(torch.tensor([1])), "make_fx"),
+        (lambda model: torch.vmap(model)(torch.tensor([1])), "vmap"),
+        (_exported, r"torch\.export"),
+        (_faked, "FakeTensorMode"),
+        (_faked_before, "FakeTensorMode"),
+    ],
+    ids=["trace", "make_fx", "vmap", "export", "fake", "fake-keys"],
+)
+def test_lookups_that_are_recorded(
+    record: Callable[[nn.Module], object], text: str, is_training: bool
+) -> None:
     keyed = KeyedEmbedding(2, 5)
-    model = nn.Sequential(keyed)
+    keyed(torch.tensor([2]))
+    with pytest.raises(SettingsError, match=text):
+        record(nn.Sequential(keyed).train(is_training))
+    assert keyed.keys().tolist() == [2]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_scripts() -> None:
     with pytest.raises(ScriptingRefused, match=r"torch\.jit\.script"):
-        torch.jit.script(model)
-    with pytest.raises(SettingsError, match=r"torch\.jit\.trace"):
-        torch.jit.trace(model, torch.tensor([1]))
-    assert not keyed.rows_used
+        torch.jit.script(nn.Sequential(KeyedEmbedding(2, 5)))
 
 
 def test_memory_that_processes_share() -> None:
