@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import hypothesis
@@ -166,6 +166,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return (uses_prefect, grouped is None, slow is None)
 
     items.sort(key=order)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Show beside a failed test the log of the S3 server, which alone says why it refused."""
+    report = yield
+    server = getattr(item, "funcargs", {}).get("seaweed")
+    if report.failed and isinstance(server, SeaweedServer):
+        report.sections.append(("end of the S3 server's log", server.log_end()))
+    return report
 
 
 def pytest_collection_finish() -> None:

@@ -1,7 +1,8 @@
 """Prints the directory where `make test` lets tests write: in memory if there is plenty, else none.
 
-The tests' files, some 6 GB, stay until all tests have passed. A container's `/dev/shm` often has
-only 64 MB. A directory mounted noexec does not do, because tests write programs and run them.
+The files of a passed test are removed after it; those of all tests together take some 10 GB. A
+container's `/dev/shm` often has only 64 MB. A directory mounted noexec does not do, because tests
+write programs and run them.
 """
 
 from __future__ import annotations

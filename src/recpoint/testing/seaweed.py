@@ -91,7 +91,7 @@ class SeaweedServer:
                 return
             self.kill()
             if not may_move or remaining == 0:
-                raise RuntimeError(f"SeaweedFS did not start:\n{self._log().read_text()[-3000:]}")
+                raise RuntimeError(f"SeaweedFS did not start:\n{self.log_end()}")
 
     def kill(self) -> None:
         """End the server with SIGKILL."""
@@ -99,6 +99,10 @@ class SeaweedServer:
             self._process.kill()
             self._process.wait()
             self._process = None
+
+    def log_end(self) -> str:
+        """Return the last 3,000 characters of the server's log, which says why it refused."""
+        return self._log().read_text(errors="replace")[-3000:]
 
     def _log(self) -> Path:
         return self.directory / "seaweed.log"
