@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from recpoint import LeastUsed, Lookahead, Seen
 from recpoint.catalog.persist import persist
+from recpoint.catalog.restore.keyed_rows import KEY
 from recpoint.catalog.staging.area import StagedRun
 from recpoint.errors import RanksMissing, SettingsError
 from tests.keyed_training import KeyedReader, KeyedTraining, arrays_of, keyed_checkpointer
@@ -36,7 +37,7 @@ class Life(NamedTuple):
         last: batches after which it ends, with a checkpoint.
         sparse: whether gradients are sparse, which DistributedDataParallel cannot average.
         window: batches that a `Lookahead` reads ahead; None: there is none.
-        differs: the second rank is a step ahead.
+        differs: the second rank does something else than the first.
     """
 
     folder: str
@@ -88,10 +89,7 @@ def trained(life: Life, rank: int = 0, count: int = 1) -> dict[str, Any]:
     ckpt.restore()
     if life.differs or life.sparse:
         ckpt.close(final=False)
-        model.users.slots.steps += rank
-        with pytest.raises(SettingsError) as refused:
-            training.batch()
-        return {"error": str(refused.value)}
+        return {"errors": _refusals(training, rank) if life.differs else [_refusal(training.batch)]}
     for keys, target in ckpt.batches(total=life.last):
         nn.functional.mse_loss(training.model(keys), target).backward()
         training.step()
@@ -110,6 +108,38 @@ def trained(life: Life, rank: int = 0, count: int = 1) -> dict[str, Any]:
         "steps": state["steps"],
         "top": training.model.top.weight.detach(),
     }
+
+
+def _refusals(training: Any, rank: int) -> list[str]:
+    """Return why lookups are refused on ranks that differ, in several ways."""
+    keys, users = torch.arange(5), training.model.module.users
+    slots = users.slots
+    texts = [_refusal(lambda: _joined_batch(training))]
+    users(keys)
+    users(keys)  # `Seen(times=2)`
+    slots.steps += rank
+    texts.append(_refusal(lambda: users(keys)))
+    slots.steps -= rank
+    slots.delete(keys[:rank])
+    texts.append(_refusal(lambda: users(keys)))
+    slots.delete(keys[:1])
+    users(keys)
+    if rank:  # as if it had loaded the state of the same step of another run
+        slots.row_states[KEY][2] += 100
+    slots.load_state_dict(slots.state_dict())
+    texts.append(_refusal(lambda: users(keys)))
+    return texts
+
+
+def _joined_batch(training: Any) -> None:
+    with training.model.join():
+        training.batch()
+
+
+def _refusal(lookup: Callable[[], object]) -> str:
+    with pytest.raises(SettingsError) as refused:
+        lookup()
+    return str(refused.value)
 
 
 def _persist(place: Place, count: int) -> None:

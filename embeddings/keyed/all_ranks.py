@@ -12,42 +12,47 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
+from recpoint.catalog.restore.keyed_rows import KEY
 from recpoint.embeddings.home.channel import Channel, GlooChannel
 from recpoint.embeddings.home.ranks import rank_and_count
-from recpoint.errors import RanksDiffer
+from recpoint.embeddings.keyed.key_slots import KeySlots
+from recpoint.errors import RanksDiffer, SettingsError
 
 __all__ = ["keys_of_all_ranks"]
 
 #: The longest time that a rank may be behind the others in a lookup.
 _WAIT_SECONDS: Final = 600.0
-#: Steps, the name's checksum and the number of slots.
-_HEADER: Final = 3
+#: Steps, the checksum of the table's name, and six numbers that say which keys have which slots.
+_HEADER: Final = 8
 
 #: The process group of the training, and the channel in it; one for all tables, because all ranks
 #: look them up in the same order.
 _opened: list[tuple[Any, Channel]] = []
 
 
-def keys_of_all_ranks(keys: Tensor, *, name: str, steps: int, capacity_rows: int) -> Tensor:
+def keys_of_all_ranks(keys: Tensor, *, slots: KeySlots) -> Tensor:
     """Return the keys that all ranks look up now. Collective, if there are several ranks.
 
     Args:
         keys: int64 [n], those of this rank; keys may come several times.
-        name: the table, as messages name it.
-        steps: steps of the table's optimizer so far.
-        capacity_rows: slots of the table.
+        slots: those of the table.
 
     Returns:
         int64 [m], all different; of a single rank, `keys` as they are.
 
     Raises:
-        RanksDiffer: the ranks are in lookups of different tables, or at different steps.
+        SettingsError: a rank may end before the others, and they would wait for its lookups.
+        RanksDiffer: the ranks are in lookups of different tables, at different steps, or have given
+            other keys rows before.
         RankLost: a rank does not answer.
     """
     if rank_and_count()[1] == 1:
         return keys
-    own_header = [steps, zlib.crc32(name.encode()), capacity_rows]
+    name = slots.rows.subject
+    _refuse_join(name)
+    own_header = [slots.steps, zlib.crc32(name.encode()), *_summary(slots)]
     own_part = torch.cat([keys.new_tensor(own_header), torch.unique(keys)])
     parts = [
         part.clone().view(torch.int64) for part in _channel().gather(own_part.view(torch.uint8))
@@ -56,13 +61,38 @@ def keys_of_all_ranks(keys: Tensor, *, name: str, steps: int, capacity_rows: int
     if any(header != own_header for header in headers):
         raise RanksDiffer(
             f"{name}, looked up on {len(parts)} ranks",
-            found=f"other tables, steps or numbers of slots on ranks "
+            found=f"other tables, steps, numbers of slots or keys on ranks "
             f"{[rank for rank, header in enumerate(headers) if header != own_header]}",
             expected="the same lookups and steps on all ranks, because each has the whole table",
-            next_step="look the same keyed tables up in the same order on each rank, each as often",
+            next_step="look the same keyed tables up in the same order on each rank, each as "
+            "often; delete keys, and load states that have keys, on all ranks: "
+            "DistributedDataParallel copies weights from rank 0, and no keys",
         )
     all_keys: Tensor = torch.unique(torch.cat([part[_HEADER:] for part in parts]))
     return all_keys
+
+
+def _summary(slots: KeySlots) -> list[int]:
+    """Return numbers that are equal, as good as always, if equal keys have the slots."""
+    # Once only, because it reads all slots. Then ranks do the same, or the counts differ.
+    is_first = slots.looked_up_step < 0
+    checksum = zlib.crc32(slots.row_states[KEY].numpy().data) if is_first else 0
+    counts = [slots.rows_used, slots.inserted, slots.evicted, slots.refused]
+    return [slots.capacity_rows, checksum, *counts]
+
+
+def _refuse_join(name: str) -> None:
+    wrapper = getattr(DistributedDataParallel, "_active_ddp_module", None)
+    join = getattr(wrapper, "_join_config", None)
+    if join is not None and join.enable and not join.throw_on_early_termination:
+        raise SettingsError(
+            name,
+            found="a lookup within DistributedDataParallel.join(), where ranks without batches "
+            "answer for their gradients, and for no keys",
+            expected="as many batches on each rank",
+            next_step="use join(throw_on_early_termination=True), or a batch without samples on "
+            "ranks that have none left",
+        )
 
 
 def _channel() -> Channel:

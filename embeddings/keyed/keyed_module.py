@@ -213,9 +213,7 @@ class KeyedModule(nn.Module):
         All ranks give slots to the keys of all.
         """
         slots = self.slots
-        all_keys = keys_of_all_ranks(
-            keys, name=slots.rows.subject, steps=slots.steps, capacity_rows=slots.capacity_rows
-        )
+        all_keys = keys_of_all_ranks(keys, slots=slots)
         key_slots = slots.take(all_keys)
         return key_slots if all_keys is keys else slots.find(keys)
 
