@@ -21,6 +21,7 @@ from recpoint.catalog.run.stored_chunks import not_there
 from recpoint.catalog.staging.cancels import raise_if_cancelled
 from recpoint.catalog.store import durable
 from recpoint.catalog.store.contract import now_ms
+from recpoint.catalog.store.deletes import delete_objects
 from recpoint.errors import (
     CommitConflict,
     ForeignObject,
@@ -222,8 +223,7 @@ def remove_parts(run: Run, ref: CheckpointRef, *, rank: int | None = None) -> No
     if rank is not None:
         run.records(PART).delete(*_identity(ref), rank=rank)
         return
-    for part_rank in sorted(parts_there(run, ref)):
-        run.records(PART).delete(*_identity(ref), rank=part_rank)
+    delete_objects(run.store, [info.key for _, info in run.records(PART).listed(*_identity(ref))])
 
 
 def _read_all(run: Run, job: Job) -> list[RankPart]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import NamedTuple, Self
 
 from recpoint.catalog.retention.keep import deletion_order, needed_manifests
@@ -28,15 +27,12 @@ from recpoint.catalog.run.leases import Held
 from recpoint.catalog.run.representations import Representations, StoredManifest
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.store.contract import Clocks
-from recpoint.catalog.store.scheduler import WriteBudget, WriteScheduler
+from recpoint.catalog.store.deletes import delete_objects
 from recpoint.errors import RetentionRefused
 from recpoint.format.naming import DELETION_KEY, EXPIRED_KEY
 from recpoint.format.record_kinds import LEASE
 
-__all__ = ["AT_ONCE", "Deletions", "delete_manifests", "delete_objects"]
-
-#: Most deletions at once.
-AT_ONCE = 8
+__all__ = ["Deletions", "delete_manifests"]
 
 #: Before each batch of so many deletions a retention checks that its announcement still stands.
 _BATCH = 8
@@ -145,7 +141,7 @@ def _delete_announced(run: Run, announcement: Announcement, on_step: OnStep) -> 
             next_step=f"run it nearer to the store: recpoint retain {run.url}",
         )
     finished = set(announcement.manifests).difference(remaining)
-    delete_objects(run, [EXPIRED_KEY.of(key) for key in finished])
+    delete_objects(run.store, [EXPIRED_KEY.of(key) for key in finished])
     announcement.withdraw()
     return _DoomedPart(tuple(deleted), spared, remaining)
 
@@ -234,11 +230,3 @@ def _leave(announcement: Announcement) -> None:
         announcement.stop()  # the retention that made it may have deleted some manifests
     else:
         announcement.withdraw()
-
-
-def delete_objects(run: Run, keys: list[str]) -> None:
-    """Delete objects in any order, several at once."""
-    with WriteScheduler(WriteBudget(AT_ONCE)) as writes:
-        for key in keys:
-            writes.begin(writes.reserve(0), partial(run.store.delete, key))
-        writes.finish()

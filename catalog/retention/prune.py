@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from recpoint.catalog.retention.delete import Deletions, delete_manifests, delete_objects
+from recpoint.catalog.retention.delete import Deletions, delete_manifests
 from recpoint.catalog.retention.keep import Decision
 from recpoint.catalog.retention.plan import PrunePlan
 from recpoint.catalog.retention.stored_plan import leave_plan
@@ -22,6 +22,7 @@ from recpoint.catalog.run.deletions import (
 from recpoint.catalog.run.facts import OnStep, unwatched
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.store.contract import Clocks, stamp_now
+from recpoint.catalog.store.deletes import delete_objects
 from recpoint.errors import StoreFull
 from recpoint.format.naming import EXPIRED_KEY
 from recpoint.format.record_kinds import MARK
@@ -118,7 +119,7 @@ def _renew_leases_and_marks(run: Run, made: PrunePlan) -> None:
     for lease in made.adopt:
         leases.adopt(run, lease)
     unmarked = [EXPIRED_KEY.of(key) for key in made.unmark]
-    delete_objects(run, [*_expired_still(run, made), *unmarked])
+    delete_objects(run.store, [*_expired_still(run, made), *unmarked])
 
 
 def _expired_still(run: Run, made: PrunePlan) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,6 +12,7 @@ from recpoint.catalog.retention.named_chunks import NamedChunks
 from recpoint.catalog.run.facts import OnStep, unwatched
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.store.contract import ObjectInfo, Store, host_seconds, now_ms, store_ms
+from recpoint.catalog.store.deletes import deletions
 from recpoint.errors import SettingsError, StoreError
 from recpoint.format.naming import (
     PART_KEY,
@@ -314,31 +316,52 @@ def execute(run: Run, plan: SweepPlan, *, on_step: OnStep = unwatched) -> SweepR
     for attempt in plan.prefixes:
         vain_looks = 0
         while True:
-            began_seconds = host_seconds()
-            infos, reason = _still_doomed(run, plan, named, attempt, reasons)
+            may_begin = _LookedJustNow(allow_one=vain_looks >= _SLOW_LOOKS)
+            parts, chunks, reason = _still_doomed(run, plan, named, attempt, reasons)
             if reason:
                 spared.append(KeptPrefix(attempt_prefix(*attempt), reason))
                 break
-            removed_count = 0
-            for info in infos:
-                # Checked before each, because this process may have stood still since its check.
-                long_ago = host_seconds() - began_seconds >= _LOOK_AGAIN_SECONDS
-                if long_ago and (removed_count or vain_looks < _SLOW_LOOKS):
-                    vain_looks += not removed_count
+            removed_before = len(removed)
+            # Parts are gone before the first chunk goes: a part states that its chunks are there.
+            for keys in (parts, chunks):
+                for key in deletions(run.store, keys, may_begin=may_begin):
+                    note(reasons[key])
+                if len(removed) - removed_before < len(parts):
                     break
-                run.store.delete(info.key)
-                note(reasons[info.key])
-                removed_count += 1
-            else:
+            removed_count = len(removed) - removed_before
+            if removed_count == len(parts) + len(chunks):
                 break
-    for swept in plan.objects:
-        if parse_chunk_key(swept.key) is None and kind_of(swept.key) is not PART:
-            run.store.delete(swept.key)
-            note(swept)
+            vain_looks += not removed_count
+    others = [
+        swept.key
+        for swept in plan.objects
+        if parse_chunk_key(swept.key) is None and kind_of(swept.key) is not PART
+    ]
+    for key in deletions(run.store, others):
+        note(reasons[key])
     for swept in plan.unfinished:
         run.store.delete_unfinished(swept.key)
         note(swept)
     return SweepResult(removed=tuple(removed), spared=tuple(spared))
+
+
+class _LookedJustNow:
+    """Says, before each request to remove objects of an attempt, whether it may begin.
+
+    Asked before each, because this process may have stood still since its look. Made right before
+    that look.
+
+    Args:
+        allow_one: allow one request however long the look has taken.
+    """
+
+    def __init__(self, *, allow_one: bool) -> None:
+        self._began_seconds = host_seconds()
+        self._late_requests = threading.Semaphore(1 if allow_one else 0)
+
+    def __call__(self) -> bool:
+        long_ago = host_seconds() - self._began_seconds >= _LOOK_AGAIN_SECONDS
+        return not long_ago or self._late_requests.acquire(blocking=False)
 
 
 def _still_doomed(
@@ -347,19 +370,20 @@ def _still_doomed(
     named: NamedChunks,
     attempt: AttemptName,
     planned: Collection[str],
-) -> tuple[list[ObjectInfo], str]:
-    """Return the objects to remove of an attempt, parts first; and why it has to stay, or ""."""
+) -> tuple[list[str], list[str], str]:
+    """Return the keys of an attempt's parts and chunks to remove; and why it must stay, or ""."""
     prefix = attempt_prefix(*attempt)
     present = [info for info in run.store.list(prefix) if parse_chunk_key(info.key) == attempt]
     parts = [info for _, info in run.records(PART).listed(*attempt)]
     named.read_new_manifests()
-    infos = parts + [info for info in present if info.key not in named.chunks]
+    chunks = [info for info in present if info.key not in named.chunks]
+    infos = parts + chunks
     if present and not infos:
-        return infos, "a manifest names it now"
+        return [], [], "a manifest names it now"
     reason = _reason_to_keep(attempt, infos, named, plan.keep(), plan.now_ms, plan.grace_seconds)
     if not reason and any(info.key not in planned for info in infos):
         reason = "chunks were added to it"
-    return infos, reason
+    return [info.key for info in parts], [info.key for info in chunks], reason
 
 
 def _reason_to_keep(

@@ -11,7 +11,7 @@ import secrets
 import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -171,6 +171,26 @@ class Store(ABC):
     @abstractmethod
     def delete(self, key: str) -> None:
         """Remove the object; it is no error if there is none."""
+
+    def delete_many(self, keys: Sequence[str]) -> Iterator[tuple[str, ...]]:
+        """Remove objects in any order, a request at a time; yield the keys that each one removed.
+
+        A request is made when the caller asks for the next keys, so a caller that stops leaves the
+        other objects there. Here a request removes one object. A store that has requests about
+        many overrides this; one of its requests may remove none of its objects, if others are to
+        be tried again. An object that is not there counts as removed.
+
+        Raises:
+            ValueError: one of them is not a key; nothing was removed.
+            StoreError: objects could not be removed; all that are gone were yielded before, except
+                those of a request whose answer was lost.
+        """
+        return self._one_by_one([check_key(key) for key in keys])
+
+    def _one_by_one(self, keys: Sequence[str]) -> Iterator[tuple[str, ...]]:
+        for key in keys:
+            self.delete(key)
+            yield (key,)
 
     @abstractmethod
     def list_unfinished(self) -> Iterator[ObjectInfo]:

@@ -26,13 +26,13 @@ import logging
 import math
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Self, TypeVar
 
-from recpoint.catalog.store.contract import ObjectInfo, Store, check_prefix, exists
+from recpoint.catalog.store.contract import ObjectInfo, Store, check_key, check_prefix, exists
 from recpoint.errors import ObjectExists, ObjectNotFound, StoreError
 
 __all__ = ["Retries", "RetryingStore"]
@@ -83,9 +83,10 @@ class RetryingStore(Store):
 
     - Reads, `size` and listings are repeated. A listing that broke off continues after the last key
       that it gave.
-    - `put`, `delete` and `delete_unfinished` are repeated. The second try may replace or remove
-      an object that another writer has written since the first try. So may the first try itself,
-      because a request whose answer was lost can arrive at any later time.
+    - `put`, `delete`, `delete_many` (for the objects that are left) and `delete_unfinished` are
+      repeated. The second try may replace or remove an object that another writer has written
+      since the first try. So may the first try itself, because a request whose answer was lost can
+      arrive at any later time.
     - `create` and `create_from_file` are repeated only if a look finds no object. If it finds an
       object, they raise ObjectExists. The object may be the caller's own, from an earlier try, or
       another writer's; `create_or_read` returns its bytes, which show whose it is.
@@ -172,6 +173,24 @@ class RetryingStore(Store):
 
     def delete(self, key: str) -> None:
         self._again(lambda: self._store.delete(key))
+
+    def delete_many(self, keys: Sequence[str]) -> Iterator[tuple[str, ...]]:
+        return self._delete_many([check_key(key) for key in keys])
+
+    def _delete_many(self, keys: Sequence[str]) -> Iterator[tuple[str, ...]]:
+        failures, remaining = _Failures(self._retries), dict.fromkeys(keys)
+        while True:
+            try:
+                for removed in self._store.delete_many(builtins.list(remaining)):
+                    for key in removed:
+                        del remaining[key]
+                    if removed:
+                        failures = _Failures(self._retries)
+                    yield removed
+                return
+            except StoreError as error:
+                if not failures.pause_after(error):
+                    raise
 
     def list_unfinished(self) -> Iterator[ObjectInfo]:
         # This listing has no order in which it could continue, so it starts again; it is short.

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import builtins
+import logging
 import math
 import os
 import re
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import datetime
 from functools import partial
@@ -35,11 +36,14 @@ from recpoint.catalog.store.contract import (
     too_large,
     too_short,
 )
+from recpoint.catalog.store.s3_deletes import ManyRefused, delete_in_requests, is_refusal
 from recpoint.catalog.store.scheduler import requests_at_once
 from recpoint.errors import ObjectNotFound, SettingsError, StoreError, StoreUnavailable
 
 __all__ = ["PerProcess", "Request", "S3Failure", "S3Store", "S3Timeouts", "client_settings"]
 
+
+_LOG = logging.getLogger("recpoint")
 
 _Made = TypeVar("_Made")
 
@@ -285,6 +289,7 @@ class S3Store(Store):
         self._prefix = prefix
         self._timeouts = timeouts
         self._client = client
+        self._refuses_many = False
 
     def __repr__(self) -> str:
         return f"S3Store({self.url!r})"
@@ -326,6 +331,60 @@ class S3Store(Store):
         except ObjectNotFound:
             pass  # some servers answer 404; the object is gone, as asked
         durable.step(f"deleted {key}")
+
+    def delete_many(self, keys: Sequence[str]) -> Iterator[tuple[str, ...]]:
+        """See `Store`; a request removes up to 1,000 objects, unless the store refuses that."""
+        return self._delete_many([check_key(key) for key in keys])
+
+    def _delete_many(self, keys: Sequence[str]) -> Iterator[tuple[str, ...]]:
+        remaining = dict.fromkeys(keys)
+        refusal: ManyRefused | None = None
+        if len(remaining) > 1 and not self._refuses_many:
+            try:
+                for removed in delete_in_requests(
+                    list(remaining),
+                    send=self._send_deletes,
+                    attempts=self._timeouts.attempts,
+                    url=self.url,
+                    bucket=self._bucket,
+                ):
+                    for key in removed:
+                        del remaining[key]
+                    yield removed
+            except ManyRefused as error:
+                refusal = error
+        for removed in self._one_by_one(list(remaining)):
+            if refusal is not None and not self._refuses_many:
+                # Only now it is known that the store took no offence at the bucket or the key.
+                self._refuses_many = True
+                _LOG.info("%s: objects are deleted one by one, because of %s", self.url, refusal)
+            yield removed
+
+    def _send_deletes(self, keys: Sequence[str]) -> Mapping[str, Any]:
+        """Make one request to delete these objects; return its answer, with keys as in `keys`.
+
+        Raises:
+            ManyRefused: the store does not take such requests.
+        """
+        names = {self._prefix + key: key for key in keys}
+        objects = [{"Key": name} for name in names]
+        durable.step(f"delete {len(keys)} objects from {keys[0]} on")
+        try:
+            answer = self._run(
+                f"deleting {len(keys)} objects from this one on",
+                keys[0],
+                lambda: self._call("delete_objects", Delete={"Objects": objects, "Quiet": False}),
+            )
+        except StoreError as error:
+            failure = error.__cause__
+            if isinstance(failure, S3Failure) and is_refusal(failure.status, error):
+                raise ManyRefused(error.found) from error
+            raise
+        durable.step(f"deleted {len(keys)} objects from {keys[0]} on")
+        return {
+            kind: [entry | {"Key": names.get(entry.get("Key"))} for entry in answer.get(kind, ())]
+            for kind in ("Deleted", "Errors")
+        }
 
     def list_unfinished(self) -> Iterator[ObjectInfo]:
         """Yield multipart uploads."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import functools
+import hashlib
 import inspect
 import os
 import threading
@@ -172,6 +174,7 @@ class _FsspecS3Client:
             if sdk is not self._prepared:
                 # With `Expect: 100-continue` the SDK waits for a stalled server without a time-out.
                 sdk.meta.events.unregister("before-call.s3", add_expect_header)
+                sdk.meta.events.register("before-call.s3.DeleteObjects", _add_md5)
                 self._prepared = sdk
             answer: Mapping[str, Any] = await self._file_system._call_s3(
                 method, Bucket=self._bucket, **arguments
@@ -193,6 +196,15 @@ class _FsspecS3Client:
         except TimeoutError as error:  # fsspec's time-out, a subclass; the request is cancelled
             raise S3Failure(f"no answer within {seconds:.0f} s") from error
         return result
+
+
+def _add_md5(params: dict[str, Any], **_: object) -> None:
+    """Add the MD5 of a body to its request, beside the checksum that the SDK adds.
+
+    Older stores demand it of a DeleteObjects, and know no other checksum.
+    """
+    digest = hashlib.md5(params["body"], usedforsecurity=False).digest()
+    params["headers"]["Content-MD5"] = base64.b64encode(digest).decode("ascii")
 
 
 def _close(loop: asyncio.AbstractEventLoop, client: Any, *, made_in: int) -> None:

@@ -14,8 +14,11 @@ __all__ = ["Break", "FaultProxy"]
 _EXPECTS = b"expect: 100-continue\r\n"
 _CANNED = {
     200: ("OK", "InternalError"),  # S3 may answer so: the status went out before the work was done
+    400: ("Bad Request", "InvalidRequest"),
     403: ("Forbidden", "AccessDenied"),
+    405: ("Method Not Allowed", "MethodNotAllowed"),
     409: ("Conflict", "OperationAborted"),
+    501: ("Not Implemented", "NotImplemented"),
     503: ("Service Unavailable", "SlowDown"),
 }
 

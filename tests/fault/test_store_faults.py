@@ -84,6 +84,7 @@ def _calls(store: Store) -> list[Callable[[], object]]:
         lambda: list(store.list()),
         lambda: store.size("old"),
         lambda: store.delete("new"),
+        lambda: list(store.delete_many(["new", "new-2"])),
         lambda: list(store.list_unfinished()),
         lambda: store.probe(),
     ]
@@ -371,6 +372,51 @@ def test_a_put_whose_reply_is_lost_is_made_again(store: Store, proxy: FaultProxy
     proxy.plan = [Break(match="PUT", lose_reply=True, times=1)]
     store.put("new", b"new")
     assert store.get("new", max_bytes=9) == b"new"
+
+
+def test_a_delete_of_many_whose_reply_is_lost_is_made_again(
+    store: Store, proxy: FaultProxy
+) -> None:
+    keys = [f"new/{number}" for number in range(3)]
+    for key in keys:
+        store.put(key, b"new")
+    proxy.plan = [Break(match="POST ", lose_reply=True, times=1)]
+    assert list(store.delete_many(keys)) == [tuple(keys)]
+    assert [info.key for info in store.list()] == ["old"]
+
+
+def test_a_delete_of_many_that_never_hears_back_is_unknown(store: Store, proxy: FaultProxy) -> None:
+    once = open_store(store.url, timeouts=S3Timeouts(attempts=1, read_seconds=1))
+    proxy.plan = [Break(match="POST ", lose_reply=True)]
+    with pytest.raises(StoreUnavailable) as caught:
+        list(once.delete_many(["new", "old"]))
+    _check_error(caught.value, store)
+    proxy.plan = []
+    assert list(store.list()) == []
+
+
+@pytest.mark.parametrize("status", [400, 405, 501])
+def test_a_store_without_deletes_of_many_is_asked_once(
+    store: Store, proxy: FaultProxy, status: int
+) -> None:
+    proxy.plan = [Break(match="POST ", status=status)]
+    for _ in range(2):
+        store.put("new", b"new")
+        assert list(store.delete_many(["new", "new-2"])) == [("new",), ("new-2",)]
+        assert [info.key for info in store.list()] == ["old"]
+    assert [line.split()[0] for line in proxy.requests if "POST" in line] == ["POST"]
+
+
+@pytest.mark.parametrize("status", [403, 503])
+def test_what_is_no_answer_about_deletes_of_many_is_raised(
+    store: Store, proxy: FaultProxy, status: int
+) -> None:
+    """A refusal or a throttled store says nothing about what it can; one by one is no way out."""
+    proxy.plan = [Break(match="POST ", status=status)]
+    with pytest.raises(StoreAccessDenied if status == 403 else StoreThrottled):
+        list(store.delete_many(["old", "new"]))
+    _read_old(store)
+    assert not [line for line in proxy.requests if line.startswith("DELETE")]
 
 
 def test_a_create_whose_reply_is_lost_meets_its_own_object(store: Store, proxy: FaultProxy) -> None:

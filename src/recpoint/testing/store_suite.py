@@ -118,6 +118,31 @@ class StoreSuite:
         store.create("a/b/k", b"2")
         assert store.get("a/b/k", max_bytes=9) == b"2"
 
+    def test_many_objects_are_deleted_by_one_call(self, store: Store) -> None:
+        """All named objects are gone and reported once, missing ones too; no other object is."""
+        keys = [f"d/x{chr(code)}y" for code in range(0x21, 0x7F) if chr(code) not in "/\\"]
+        for key in [*keys, "stays"]:
+            store.put(key, b"x")
+        # Most are not there, so that the test is short.
+        doomed = [*keys, *(f"never/{number}" for number in range(2 * self.many_objects)), "d"]
+        removed = [key for request in store.delete_many(doomed) for key in request]
+        assert sorted(removed) == sorted(doomed)
+        assert [info.key for info in store.list()] == ["stays"]
+        assert list(store.delete_many([])) == []
+
+    def test_deletes_of_many_end_with_their_caller(self, store: Store) -> None:
+        """No object is deleted that was not asked for, and none if one of the keys is bad."""
+        keys = [f"d/{number}" for number in range(3)]
+        for key in keys:
+            store.put(key, b"x")
+        requests = store.delete_many(keys)
+        assert [info.key for info in store.list()] == keys
+        removed = next(requests)
+        assert [info.key for info in store.list()] == sorted({*keys} - {*removed})
+        with pytest.raises(ValueError):
+            store.delete_many(["d/2", "../outside"])
+        assert [info.key for info in store.list()] == sorted({*keys} - {*removed})
+
     def test_what_is_not_there_is_said_to_be_not_there(self, store: Store) -> None:
         """Missing keys raise ObjectNotFound, also below an object or if other keys begin alike."""
         store.put("a/b", b"1")
@@ -331,6 +356,9 @@ class StoreSuite:
         retried.delete("a/2")
         with pytest.raises(ObjectNotFound):
             retried.get("a/2", max_bytes=9)
+        removed = [key for request in retried.delete_many(["a/1", "c"]) for key in request]
+        assert removed == ["a/1", "c"]
+        assert [info.key for info in retried.list()] == ["b"]
         assert list(retried.list_unfinished()) == []
 
     def test_a_lost_answer_is_told_from_another_writer(self, store: Store) -> None:
