@@ -261,7 +261,7 @@ def _about(
     text = (
         f"{task}, {optimizer}: the increment has {models[0].changed_share:.1%} of the trained "
         f"rows; log loss {statistics.fmean(outcome.never.loss for outcome in models):.4f}, "
-        f"price 2^{prices[0]:.0f} to 2^{prices[-1]:.0f}"
+        f"price 2^{prices[0]:.2f} to 2^{prices[-1]:.2f}"
     )
     if ratios:
         text += f"; logits change by {min(ratios):.3f} to {max(ratios):.3f} of one width's change"

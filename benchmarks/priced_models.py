@@ -3,8 +3,8 @@
 Each model is trained once. A full is cut when three quarters of its batches are trained, and an
 increment at the end. Then its tables are replaced by what a restore from both would return, by one
 rule after another. The price is chosen as `bits=Loss(increase=1e-4)` does, without residuals and on
-samples that are neither trained nor tested: the highest power of two at which the even part of what
-the errors cost is at most 1e-4 of the log loss, at the upper end of a 95 % interval.
+samples that are neither trained nor tested: the highest of its prices at which the even part of
+what the errors cost is at most 1e-4 of the log loss, at the upper end of a 95 % interval.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from benchmarks.coded_chain import (
 from benchmarks.learning import Learned, Score, Task, evaluate, logits_of, score_of
 from recpoint.catalog.persist.row_widths import importance
 from recpoint.kernels import moments
+from recpoint.trainer_plugin.loss.price_steps import STEPS_AN_OCTAVE, price_of
 from recpoint.trainer_plugin.settings import Precision
 
 __all__ = [
@@ -52,8 +53,8 @@ OptimizerName = Literal["Adagrad", "row-wise Adagrad"]
 INCREASE: Final = 1e-4
 #: Restores on the way; 0: none, but rows move once by a rounding error of F32, which shows chance.
 RESTORES: Final = (0, 1, 3, 20)
-#: Powers of two that may be the price.
-_EXPONENTS: Final = range(-60, -28)
+#: Powers of two between which the price lies.
+_EXPONENTS: Final = (-60, -28)
 #: The other rules of a curve: multiples of the chosen price, and one width for all rows.
 _MULTIPLES: Final = (4.0, 16.0)
 _WIDTHS: Final = (2, 3, 4, 8)
@@ -216,18 +217,18 @@ class TrainedModel:
         return sum(map(len, self._changed[full_at])) / sum(map(len, self.trained))
 
     def highest_price(self) -> tuple[float, float]:
-        """Return the highest power of two that holds, and the upper bound of its even part."""
+        """Return the highest price that holds, and the upper bound of its even part."""
         losses_before = self._held_out_losses()
-        low, high = _EXPONENTS[0], _EXPONENTS[-1]
+        low, high = (exponent * STEPS_AN_OCTAVE for exponent in _EXPONENTS)
         bounds: dict[int, float] = {low: math.inf}
         while low < high:  # the cost grows with the price
             middle = (low + high + 1) // 2
-            bounds[middle] = self._even_high(Rule(price=2.0**middle), losses_before)
+            bounds[middle] = self._even_high(Rule(price=price_of(middle)), losses_before)
             if bounds[middle] <= INCREASE:
                 low = middle
             else:
                 high = middle - 1
-        return 2.0**low, bounds[low]
+        return price_of(low), bounds[low]
 
     def point(self, rule: Rule) -> RulePoint:
         """Return what a restore by a rule stores and costs; leave the model unchanged."""

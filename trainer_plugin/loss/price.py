@@ -2,18 +2,20 @@
 
 Only prices whose cost in loss was measured are used. The search tries one price at a time: the
 checkpoints go on with the newest price that was shown to hold, and each measured batch costs a
-price on trial. All prices are powers of two.
+price on trial. There are four prices to each doubling (`price_steps`).
 
     8 bits      the trial at the start; what is stored until a price holds
     holds       the upper bound of the cost is within the bound: the price is used from now on. If
-                even twice the cost would be, a higher price goes on trial
+                even twice the cost would be, a higher price goes on trial; after `MOST_PAIRS`
+                batches, the highest price whose predicted upper bound is within the bound
     too much    the lower bound is above: a lower price goes on trial. If the price was in use, all
                 rows get 8 bits until a lower price holds. If 8 bits cost too much: no rounding
     undecided   after `MOST_PAIRS` batches: the price in use goes on trial again; or, if there is
                 none, half the price that was on trial
 
-The cost of a price follows the price nearly in proportion, so one trial may go several powers of
-two up or down. That is a guess about what to try, and never about what to use.
+The cost of a price follows the price nearly in proportion, so one trial may go several doublings up
+or down. That is a guess about what to try, and never about what to use. Short steps wait until a
+trial ends, because each new trial begins without a batch.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Final
 
+from recpoint.trainer_plugin.loss.price_steps import STEPS_AN_OCTAVE, price_of, step_at_most
 from recpoint.trainer_plugin.loss.ratio_interval import PairSums, RatioBounds
 
 __all__ = ["MOST_PAIRS", "LossPair", "PriceSearch", "TrialSums"]
@@ -180,12 +183,16 @@ class PriceSearch:
                 self._try(_in_range(first_price))
             return
         self.price = self.trial_price
-        ratio = self._increase / even.high if even.high > 0 else math.inf
-        doublings = min(math.floor(math.log2(min(ratio, 2.0**_MOST_DOUBLINGS))), _MOST_DOUBLINGS)
-        higher = _in_range(self.price * 2.0**doublings)
+        most_times = 2.0**_MOST_DOUBLINGS
+        times = min(self._increase / even.high, most_times) if even.high > 0 else most_times
+        ends = self.pairs >= MOST_PAIRS
+        steps = step_at_most(times)
+        if not ends:
+            steps -= steps % STEPS_AN_OCTAVE
+        higher = _in_range(price_of(step_at_most(self.price) + steps))
         if higher > self.price and self._may_raise():
             self._try(higher)
-        elif self.pairs >= MOST_PAIRS:
+        elif ends:
             self._try(self.price)
 
     def _leave_undecided(self) -> None:
@@ -251,6 +258,7 @@ class PriceSearch:
 
 
 def _in_range(price: float) -> float:
-    """Return the power of two next below the price, within the range of prices."""
-    exponent = math.floor(math.log2(price)) if price > 0 else _LEAST_EXPONENT
-    return math.ldexp(1.0, min(max(exponent, _LEAST_EXPONENT), _MOST_EXPONENT))
+    """Return the highest of the prices that is at most this one, within their range."""
+    if price < 2.0**_LEAST_EXPONENT:
+        return 2.0**_LEAST_EXPONENT
+    return price_of(min(step_at_most(price), _MOST_EXPONENT * STEPS_AN_OCTAVE))

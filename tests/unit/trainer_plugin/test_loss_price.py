@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recpoint.trainer_plugin.loss.price import MOST_PAIRS, LossPair, PriceSearch
+from recpoint.trainer_plugin.loss.price_steps import STEPS_AN_OCTAVE, price_of, step_at_most
 
 INCREASE = 1e-4
 #: Relative cost of 8 bits for all rows, in the models of these tests.
@@ -141,3 +143,31 @@ def test_another_bound_begins_anew() -> None:
     other = PriceSearch(INCREASE / 10, lambda: 1e-6)
     other.load_state_dict(search.state_dict())
     assert other.price is None and other.measured == 0
+
+
+@pytest.mark.parametrize("per_price", (3.0, 3.5, 4.2, 5.0, 5.9))
+def test_a_price_ends_within_two_short_steps_of_the_bound(per_price: float) -> None:
+    search = PriceSearch(INCREASE, lambda: 2.0**-20)
+    prices = measured(search, in_proportion(per_price), 4_000, noise=0.2)
+    assert search.price is not None
+    assert INCREASE / 2**0.5 <= per_price * search.price <= INCREASE
+    assert all(price is None or per_price * price <= INCREASE for price in prices)
+
+
+def test_short_steps_wait_until_a_trial_ends() -> None:
+    search = PriceSearch(INCREASE, lambda: 2.0**-14)  # costs 0.61 of the bound
+    while search.trial_price is None:
+        measured(search, in_proportion(1.0), 1)
+    measured(search, in_proportion(1.0), MOST_PAIRS - 1)
+    assert search.price == search.trial_price == 2.0**-14
+    measured(search, in_proportion(1.0), 1)
+    assert search.trial_price == price_of(step_at_most(2.0**-14) + 2)
+
+
+@given(st.integers(-400, 200))
+def test_four_prices_make_a_doubling(step: int) -> None:
+    price = price_of(step)
+    assert price_of(step + STEPS_AN_OCTAVE) == 2 * price
+    assert price == pytest.approx(2.0 ** (step / 4), rel=1e-15)
+    assert step_at_most(price) == step
+    assert step_at_most(math.nextafter(price, 0.0)) == step - 1
