@@ -7,6 +7,7 @@ where in the slot), `table_parts` (how each table is stored), `cache_at_cut` (ta
 `device_memory` (what buffers may take of a GPU), `warm_up` (compiles GPU kernels before training),
 `staging` (slots and their files), `area_room` (whether they have room), `large_pages`,
 `memory_bound` (the most memory that slots take), `record_bound` (whether records of a checkpoint
-keep to the format's limit), `host_memory` (the memory that the host can give) and `unmarked_rows`
-(a search for changes that nothing has marked).
+keep to the format's limit), `moved_memory` (ends copies before their memory goes), `host_memory`
+(the memory that the host can give) and `unmarked_rows` (a search for changes that nothing has
+marked).
 """

@@ -45,6 +45,7 @@ from recpoint.trainer_plugin.snapshot.copy import (
 )
 from recpoint.trainer_plugin.snapshot.final_places import Move, MovedTable
 from recpoint.trainer_plugin.snapshot.live_tables import LiveTable
+from recpoint.trainer_plugin.snapshot.moved_memory import MovedMemory
 from recpoint.trainer_plugin.snapshot.plan import (
     CutPlan,
     CutTable,
@@ -116,6 +117,7 @@ class Window:
         self._is_over = False
         self.failure: Exception | None = None
         self._copier: Copier | None = None
+        self._moved_memory: MovedMemory | None = None
         self._plans: list[TablePlan] = []
         self._tails: list[_Tail] = []
         self._placed: tuple[Placed, ...] = ()
@@ -181,6 +183,8 @@ class Window:
             # Here and not in the stall: to extend a slot maps all of it anew.
             self.slot.reserve(max(end, self._least_bytes))
             self._parts, self._plans, self._placed, self._end = tuple(parts), plans, placed, end
+            arrays = [array for ahead in self._tables for array in ahead.arrays]
+            self._moved_memory = MovedMemory(arrays, self._stop)
             self._copier = Copier([self._ahead(ahead, plan) for ahead, plan in self._pairs()])
             return self._copier
 
@@ -306,6 +310,8 @@ class Window:
         if self._copier is not None:
             self._copier.stop()
             self._note_pace(self._copier)
+        if self._moved_memory is not None:
+            self._moved_memory.close()
 
     def close(self) -> bool:
         """Copy the rows that are left, at the cut; `end` must follow for each table.
