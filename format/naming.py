@@ -45,6 +45,7 @@ __all__ = [
     "ValidationName",
     "ValidationResult",
     "attempt_prefix",
+    "attempt_prefixes",
     "generation_in_key",
     "is_label",
     "is_probe_key",
@@ -52,6 +53,7 @@ __all__ = [
     "parse_chunk_key",
     "parse_chunk_name",
     "parse_job_stem",
+    "rank_prefix",
     "row_chunk_key",
     "sample_chunk_key",
     "shared_attempt",
@@ -60,7 +62,8 @@ __all__ = [
 
 MAX_STEP = 10**12 - 1
 MAX_GENERATION = 10**8 - 1
-MAX_RANK = 10**5 - 1
+_RANK_DIGITS = 5
+MAX_RANK = 10**_RANK_DIGITS - 1
 MAX_TABLE = 10**5 - 1
 MAX_CHUNK = 10**6 - 1
 MAX_VALIDATION = 10**6 - 1
@@ -357,6 +360,31 @@ def attempt_prefix(step: int, generation: int, attempt: str) -> str:
     return prefix
 
 
+def attempt_prefixes(
+    step: int, generation: int, attempt: str, *, parts: int, ranks_each: int
+) -> list[str]:
+    """Return prefixes of the chunks of an attempt; each chunk has one of them, by its rank.
+
+    Args:
+        step, generation, attempt: the attempt.
+        parts: the number of its parts: those of ranks, then those of embedding servers.
+        ranks_each: how many numbers of parts a prefix covers: 1 or another power of ten.
+    """
+    prefix = attempt_prefix(step, generation, attempt)
+    _within("rank", parts - 1, 0, MAX_RANK)
+    digits = _RANK_DIGITS - len(str(ranks_each)) + 1
+    last = "-" if ranks_each == 1 else ""
+    return [
+        f"{prefix}r{first // ranks_each:0{digits}d}{last}" for first in range(0, parts, ranks_each)
+    ]
+
+
+def rank_prefix(step: int, generation: int, attempt: str, *, rank: int) -> str:
+    """Return the prefix of all chunks of one rank in an attempt."""
+    _within("rank", rank, 0, MAX_RANK)
+    return f"{attempt_prefix(step, generation, attempt)}r{rank:0{_RANK_DIGITS}d}-"
+
+
 def shared_attempt(token: str, step: int, *, cut: int) -> str:
     """Return the attempt id of a checkpoint of several ranks.
 
@@ -380,7 +408,7 @@ def row_chunk_key(
     _within("table", table, 0, MAX_TABLE)
     _within("chunk number", number, 0, MAX_CHUNK)
     prefix = attempt_prefix(step, generation, attempt)
-    return f"{prefix}r{rank:05d}-t{table:05d}-{number:06d}.safetensors"
+    return f"{prefix}r{rank:0{_RANK_DIGITS}d}-t{table:05d}-{number:06d}.safetensors"
 
 
 def state_chunk_key(step: int, generation: int, attempt: str, *, rank: int, number: int) -> str:
@@ -400,7 +428,7 @@ def _tableless_key(
     _within("rank", rank, 0, MAX_RANK)
     _within("chunk number", number, 0, MAX_CHUNK)
     prefix = attempt_prefix(step, generation, attempt)
-    return f"{prefix}r{rank:05d}-{content}-{number:06d}.safetensors"
+    return f"{prefix}r{rank:0{_RANK_DIGITS}d}-{content}-{number:06d}.safetensors"
 
 
 def is_probe_key(key: str) -> bool:
@@ -430,7 +458,7 @@ def job_stem(generation: int, step: int, rank: int) -> str:
     _within("generation", generation, 1, MAX_GENERATION)
     _within("step", step, 0, MAX_STEP)
     _within("rank", rank, 0, MAX_RANK)
-    return f"{generation:08d}-{step:012d}-r{rank:05d}"
+    return f"{generation:08d}-{step:012d}-r{rank:0{_RANK_DIGITS}d}"
 
 
 def parse_job_stem(stem: str) -> tuple[int, int, int] | None:

@@ -65,7 +65,7 @@ from recpoint.errors import (
 from recpoint.format import records
 from recpoint.format.job import Job, Outcome
 from recpoint.format.manifest import ChunkEntry, Manifest
-from recpoint.format.naming import MANIFEST_KEY, attempt_prefix, parse_job_stem
+from recpoint.format.naming import MANIFEST_KEY, attempt_prefix, parse_job_stem, rank_prefix
 from recpoint.format.rejections import Rejection
 
 __all__ = [
@@ -123,11 +123,13 @@ class PersistJob:
     Attributes:
         path: the job file.
         job: its content.
+        waits_for_commit: the last `ranks_awaited` found all parts and no manifest.
     """
 
     def __init__(self, path: Path, job: Job, store: Store | None = None) -> None:
         self.path = path
         self.job = job
+        self.waits_for_commit = False
         self._given_store = store
         self._chosen: dict[int, Choice] = {}
         has_residuals = any(table.residual for table in job.tables)
@@ -245,6 +247,7 @@ class PersistJob:
         """
         run = self.open_run()
         missing = missing_ranks(run, self.job)
+        self.waits_for_commit = not missing
         if not missing or self.job.rank in missing:
             return ()  # all parts are there, or a commit has removed them
         try:
@@ -381,7 +384,8 @@ class PersistJob:
 
         Rule 5 of the write order requires this, because the upload may be long ago (format §6.1).
         """
-        prefix = attempt_prefix(self.job.step, self.job.generation, self.job.attempt)
+        job = self.job
+        prefix = rank_prefix(job.step, job.generation, job.attempt, rank=job.rank)
         missing = not_there(run.store, prefix, entries)
         if missing:
             empty_spool(self.staged)

@@ -17,11 +17,12 @@ from pydantic import ValidationError
 
 from recpoint.catalog.run.commit import commit
 from recpoint.catalog.run.run import Run
-from recpoint.catalog.run.stored_chunks import not_there
+from recpoint.catalog.run.stored_chunks import not_there_of_parts
 from recpoint.catalog.staging.cancels import raise_if_cancelled
 from recpoint.catalog.store import durable
 from recpoint.catalog.store.contract import now_ms
 from recpoint.catalog.store.deletes import delete_objects
+from recpoint.catalog.store.scheduler import ReadScheduler
 from recpoint.errors import (
     CommitConflict,
     ForeignObject,
@@ -42,7 +43,7 @@ from recpoint.format.manifest import (
     TableSpec,
     least_bits,
 )
-from recpoint.format.naming import PART_KEY, AttemptName, PartName, attempt_prefix
+from recpoint.format.naming import PART_KEY, AttemptName, PartName
 from recpoint.format.part import RankPart, Shard
 from recpoint.format.record_kinds import PART
 from recpoint.format.records import (
@@ -250,24 +251,29 @@ def _read_all(run: Run, job: Job) -> list[RankPart]:
             next_step="fewer bits, or fewer tables or ranks: each part repeats all tables",
         )
     parts = []
-    for number in range(job.parts):
-        name = PartName(*_identity(job.ref), number)
-        try:
-            parts.append(run.records(PART).read(*name))
-        except ObjectNotFound:
-            # Meanwhile another agent has committed the checkpoint, or the trainer has cancelled it.
-            raise ranks_missing(job, [number]) from None
+    records = run.records(PART)
+    with ReadScheduler.of_records() as reads:
+        for number, outcome in reads.in_order(
+            range(job.parts),
+            lambda number: records.read(*_identity(job.ref), number),
+            size_bytes=lambda number: present[number],
+        ):
+            try:
+                parts.append(outcome.result())
+            except ObjectNotFound:
+                # Another agent has committed the checkpoint, or the trainer has cancelled it.
+                raise ranks_missing(job, [number]) from None
     return parts
 
 
 def _withdraw_without_chunks(run: Run, job: Job, parts: list[RankPart]) -> None:
     """Remove the parts whose chunks are not all stored; their agents write both again."""
     chunks = [entry for part in parts for entry in part.chunks]
-    missing = {
-        entry.key for entry in not_there(run.store, attempt_prefix(*_identity(job.ref)), chunks)
-    }
-    if not missing:
+    attempt = AttemptName(*_identity(job.ref))
+    absent = not_there_of_parts(run.store, attempt, chunks, parts=job.parts)
+    if not absent:
         return
+    missing = {entry.key for entry in absent}
     ranks = [part.rank for part in parts if any(entry.key in missing for entry in part.chunks)]
     for rank in ranks:
         remove_parts(run, job.ref, rank=rank)

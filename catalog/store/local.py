@@ -134,11 +134,9 @@ class LocalStore(Store):
         return self._root
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        directory = check_prefix(prefix).rpartition("/")[0]
+        directory, _, first_part = check_prefix(prefix).rpartition("/")
         return (
-            info
-            for info, is_temporary in self._walk(directory)
-            if info.key.startswith(prefix) and not is_temporary
+            info for info, is_temporary in self._walk(directory, first_part) if not is_temporary
         )
 
     def size(self, key: str) -> int:
@@ -241,9 +239,12 @@ class LocalStore(Store):
                 return
             yield directory
 
-    def _walk(self, directory: str) -> Iterator[tuple[ObjectInfo, bool]]:
-        """Yield (file, is it temporary) of regular files under `directory`, ascending by key."""
-        for name, status in self._entries(directory):
+    def _walk(self, directory: str, start: str = "") -> Iterator[tuple[ObjectInfo, bool]]:
+        """Yield (file, is it temporary) of regular files under `directory`, ascending by key.
+
+        Only entries of `directory` whose names begin with `start` are looked at.
+        """
+        for name, status in self._entries(directory, start):
             key = f"{directory}/{name}" if directory else name
             if stat.S_ISDIR(status.st_mode):
                 yield from self._walk(key)
@@ -257,8 +258,8 @@ class LocalStore(Store):
                     name.startswith(durable.TEMPORARY_PREFIX),
                 )
 
-    def _entries(self, directory: str) -> Sequence[tuple[str, os.stat_result]]:
-        """Return the entries of `directory` in the order of keys; none if it does not exist."""
+    def _entries(self, directory: str, start: str) -> Sequence[tuple[str, os.stat_result]]:
+        """Return entries of `directory` in the order of keys; none if it does not exist."""
         entries = []
         address = self._where(directory)
         with self._translated(address, "listing"):
@@ -266,6 +267,8 @@ class LocalStore(Store):
                 parts = directory.split("/") if directory else []
                 with self._directory(parts, address, flags=_LISTED) as descriptor:
                     for name in os.listdir(descriptor):
+                        if not name.startswith(start):
+                            continue
                         try:
                             status = os.stat(name, dir_fd=descriptor, follow_symlinks=False)
                         except FileNotFoundError:

@@ -88,6 +88,9 @@ class AgentJobs:
                 if ranks:
                     _wait(state, opened, ranks, log)
                     return True
+                if opened.waits_for_commit and state.waiting.gives_way(job_file, opened.job.parts):
+                    state.opened[job_file] = opened
+                    return True
             state.job = job_file.stem
             self._tell(staged_run)
             if opened is not None:

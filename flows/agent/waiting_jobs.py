@@ -5,6 +5,7 @@ Nobody tells an agent when those parts are stored: it looks, soon at first, then
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -23,6 +24,11 @@ __all__ = [
 NAME_AFTER_SECONDS: Final = 60.0
 _FIRST_LOOK_SECONDS: Final = 0.25
 _LONGEST_LOOK_SECONDS: Final = 4.0
+#: How long an agent that wrote the last part may take to join them all, for each part.
+_JOIN_SECONDS: Final = 0.02
+
+#: A generator of its own: agents of all hosts must not choose the same moments.
+_chance = random.SystemRandom()
 
 
 class LateJob(NamedTuple):
@@ -62,6 +68,7 @@ class _WaitingJob:
     missing: tuple[int, ...] = ()
     of: int = 1
     named: tuple[int, ...] = ()
+    may_join_at: float | None = None
 
 
 class WaitingJobs:
@@ -95,6 +102,26 @@ class WaitingJobs:
             return None
         waiting.named = missing
         return LateJob(job_file.stem, missing, of, now - waiting.since)
+
+    def gives_way(self, job_file: Path, parts: int) -> bool:
+        """Tell whether an agent that finds all parts leaves it to the one that wrote the last.
+
+        That agent is at work. If all others joined the parts beside it, each would read all of
+        them. The others join if it was killed: they wait for as long as a join may take, and up to
+        as long again, each for a time of its own. A job that waits so is looked at again by then.
+
+        Args:
+            job_file: a job that waits, of a checkpoint without a manifest.
+            parts: how many parts it has.
+        """
+        now = time.monotonic()
+        waiting = self._jobs[job_file]
+        if waiting.may_join_at is None:
+            waiting.may_join_at = now + parts * _JOIN_SECONDS * _chance.uniform(1.0, 2.0)
+        if now >= waiting.may_join_at:
+            return False
+        waiting.next_look = min(now + waiting.pause, waiting.may_join_at)
+        return True
 
     def holds(self, job_file: Path) -> bool:
         """Whether a job waits for other ranks."""

@@ -6,6 +6,7 @@ import json
 import logging
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,10 +16,13 @@ from recpoint.catalog.persist import persist
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.staging import job_files
 from recpoint.catalog.staging.area import StagedRun
+from recpoint.errors import StoreUnavailable
+from recpoint.flows.agent import waiting_jobs
 from recpoint.flows.agent.agent import Agent
 from recpoint.flows.agent.gate import PrefectGate
 from recpoint.format.naming import MANIFEST_KEY
 from tests.catalog_builder import new_run, tables
+from tests.interposed_store import InterposedStore, unavailable
 from tests.polling import until
 from tests.rank_jobs import RankJobs, ServerJobs
 
@@ -102,3 +106,35 @@ def test_a_job_that_waits_in_vain_is_rejected(
         serving.join()
     outcome = job_files.read_outcome(StagedRun(job.parent.parent).outcome_path(1, 10, 0))
     assert (outcome.result, outcome.error_type) == ("rejected", error_type)
+
+
+def test_the_join_is_left_to_the_rank_that_was_last_for_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If all agents joined at once, each would read all parts; if the last one dies, one must."""
+    monkeypatch.setattr(waiting_jobs, "_JOIN_SECONDS", 0.5)
+    run = new_run(tmp_path / "run")
+    run.claim(None)
+    host = tmp_path / "host-a"
+    waiting, last = RankJobs(run, [host, tmp_path / "host-b"], tables()).stage(10)
+    agent = Agent(host, gate=PrefectGate(enabled=False), name_ranks_after=0)
+    serving = threading.Thread(target=agent.serve)
+    serving.start()
+    try:
+        until(lambda: [seen.missing_ranks for seen in agent.observe().runs] == [1])
+
+        def die(call: str, key: str) -> None:
+            if call == "list" and key.startswith("parts/"):
+                raise unavailable(key)
+
+        with pytest.raises(StoreUnavailable):
+            persist.persist_job(last, store=InterposedStore(run.store, before=die))
+        part_ended = time.monotonic()
+        assert not run.manifest_names()
+        until(lambda: not waiting.exists())
+        waited_seconds = time.monotonic() - part_ended
+    finally:
+        agent.stop()
+        serving.join()
+    assert waited_seconds >= 0.9, "two parts of half a second each, less the way to here"
+    assert run.manifest(10, 1).ranks == 2

@@ -19,13 +19,25 @@ from recpoint.catalog.persist import persist
 from recpoint.catalog.persist.ranks import parts_there
 from recpoint.catalog.restore.restore import MemoryTarget, restore
 from recpoint.catalog.retention.sweep import execute, plan_sweep
+from recpoint.catalog.run import stored_chunks
 from recpoint.catalog.run.run import Run
+from recpoint.catalog.run.stored_chunks import not_there_of_parts
 from recpoint.catalog.staging import job_files
 from recpoint.catalog.staging.area import StagedRun
 from recpoint.catalog.staging.cancels import write_mark
+from recpoint.catalog.store.store import open_store
 from recpoint.errors import ObjectNotFound, RanksMissing
-from recpoint.format.naming import PART_KEY, ManifestName, ValidationLevel
+from recpoint.format.manifest import ChunkEntry
+from recpoint.format.naming import (
+    PART_KEY,
+    AttemptName,
+    ManifestName,
+    ValidationLevel,
+    attempt_prefix,
+    row_chunk_key,
+)
 from tests.catalog_builder import Table, tables
+from tests.interposed_store import InterposedStore
 from tests.persisted import store_groups
 from tests.rank_jobs import RankJobs
 
@@ -309,3 +321,92 @@ def test_an_overview_names_the_ranks_that_are_waited_for(run: Run, tmp_path: Pat
     assert failure.cause.startswith("rank 0 stored")
     persist_all(others)
     assert not watch.refresh().failures
+
+
+def test_a_rank_looks_for_its_own_chunks_and_the_last_one_for_all(run: Run, tmp_path: Path) -> None:
+    first, last = two_hosts(run, tmp_path, tables()).stage(10)
+    prefixes = []
+    for job in (first, last):
+        store = InterposedStore(run.store)
+        if job is first:
+            with pytest.raises(RanksMissing):
+                persist.persist_job(job, store=store)
+        else:
+            assert persist.persist_job(job, store=store).result == "committed"
+        chunks = [key for call, key in store.calls if call == "list" and key.startswith("chunks/")]
+        prefixes.append([key.rpartition("/")[2] for key in chunks])
+    assert prefixes == [["r00000-"], ["r00001-", ""]]
+
+
+def test_a_chunk_that_goes_before_the_part_is_written_is_missed(run: Run, tmp_path: Path) -> None:
+    first, last = two_hosts(run, tmp_path, tables()).stage(10)
+    with pytest.raises(RanksMissing):
+        persist.persist_job(first)
+    lost: list[str] = []
+
+    def lose_one(call: str, key: str) -> None:
+        if call == "list" and key.endswith("/r00001-") and not lost:
+            lost.append(next(info.key for info in run.store.list(key)))
+            run.store.delete(lost[0])
+
+    with pytest.raises(ObjectNotFound, match=r"1 uploaded chunks of .* missing"):
+        persist.persist_job(last, store=InterposedStore(run.store, before=lose_one))
+    assert lost and [*parts_there(run, persist.PersistJob.open(last).job.ref)] == [0]
+    assert persist.persist_job(last).result == "committed"
+
+
+def test_parts_are_read_at_once_and_chunks_are_listed_by_ranges_of_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An attempt of very many chunks, some of them lost."""
+    monkeypatch.setattr(stored_chunks, "_LISTED_IN_TURN", 10)
+    parts, attempt = 161, AttemptName(10, 1, 32 * "a")
+    keys = [row_chunk_key(*attempt, rank=rank, table=0, number=0) for rank in range(parts)]
+    entries = [entry_of(key, rank) for rank, key in enumerate(keys)]
+    inner = open_store(f"memory://run-{os.urandom(8).hex()}")
+    lost = {keys[0], keys[57], keys[160]}
+    for key in {*keys} - lost:
+        inner.put(key, bytes(100))
+    inner.put(keys[57], bytes(99))
+    inner.put(row_chunk_key(*attempt, rank=parts, table=0, number=0), bytes(100))
+    store = InterposedStore(inner)
+    absent = not_there_of_parts(store, attempt, entries, parts=parts)
+    assert {entry.key for entry in absent} == lost
+    listed = [key.rpartition("/")[2] for _, key in store.calls]
+    assert sorted(listed) == [f"r{ten:04d}" for ten in range(17)]
+    store.calls.clear()
+    assert not_there_of_parts(store, attempt, entries[1:11], parts=parts) == []
+    assert [key for _, key in store.calls] == [attempt_prefix(*attempt)]
+
+
+def entry_of(key: str, rank: int) -> ChunkEntry:
+    return ChunkEntry(
+        key=key,
+        bytes=100,
+        crc32c=0,
+        content="rows",
+        rank=rank,
+        table=0,
+        row_count=1,
+        first_row=0,
+        last_row=0,
+        bits=32,
+        scheme="exact",
+    )
+
+
+def test_the_last_rank_reads_parts_at_once(run: Run, tmp_path: Path) -> None:
+    hosts = [tmp_path / f"host-{rank}" for rank in range(4)]
+    *others, last = RankJobs(run, hosts, tables()).stage(10)
+    for job in others:
+        with pytest.raises(RanksMissing):
+            persist.persist_job(job)
+    at_once = threading.Barrier(3)
+
+    def meet(call: str, key: str) -> None:
+        if call == "get" and key.startswith("parts/") and not key.endswith("r00003.json"):
+            at_once.wait(60)  # breaks if the parts of the others are read one after another
+
+    store = InterposedStore(run.store, before=meet)
+    assert persist.persist_job(last, store=store).result == "committed"
+    assert run.manifest(10, 1).ranks == 4
