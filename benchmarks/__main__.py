@@ -40,6 +40,7 @@ NAMES = (
     "bytes",
     "accuracy",
     "price_accuracy",
+    "measuring",
     "moments",
     "ranks",
     "scale",

@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from recpoint import Consecutive, Options, Precision
+from recpoint import Consecutive, Loss, Options, Precision
 from recpoint.catalog.persist.persist import persist_job
 from recpoint.catalog.staging import job_files
 from recpoint.catalog.staging.area import StagedRun
@@ -139,7 +139,7 @@ def staged_run(
     *,
     url: str,
     staging: Path,
-    bits: Precision | FixedBits = "lossless",
+    bits: Precision | Loss | FixedBits = "lossless",
     row_local_optimizers: Sequence[type] = (),
 ) -> Iterator[StagedTraining]:
     """Yield a started run without an interval: the benchmark takes checkpoints by `cut`."""
