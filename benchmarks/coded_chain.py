@@ -16,7 +16,7 @@ from torch import Tensor
 from benchmarks import stored_sizes
 from benchmarks.learning import method_of
 from benchmarks.stored_sizes import Form, form_of
-from recpoint.catalog.persist.priced_codes import priced_method
+from recpoint.catalog.persist.priced_codes import RESIDUALS, priced_method
 from recpoint.catalog.persist.residual_price import residual_price, sampled_spans
 from recpoint.catalog.persist.residuals import residuals_to
 from recpoint.catalog.persist.row_widths import with_fewer_chunks
@@ -158,7 +158,8 @@ def _decoded(
 ) -> Tensor:
     """Return the rows `ids` (None: all) as their codes decode to."""
     if rule.bits is not None:
-        method = method_of(rows, rule.bits, rule.quantizer, seed=seed)
+        is_leveled = residual and rule.quantizer == "auto" and rule.bits < max(WIDTHS)
+        method = RESIDUALS if is_leveled else method_of(rows, rule.bits, rule.quantizer, seed=seed)
     else:
         by_price = priced_method(rule.quantizer, residual=residual)
         # Of several widths the method matters most for the narrowest, which errs most.

@@ -11,13 +11,14 @@ from typing import Final
 from recpoint.format.job import QuantizerName
 from recpoint.kernels.quantize import ASYMMETRIC, Method
 
-__all__ = ["priced_method"]
+__all__ = ["RESIDUALS", "priced_method"]
 
 #: Least squares without a grid: nearly as good at a fraction of the time (benchmarks.md).
 _ROWS: Final = Method(name="refit", bins=0, refits=2)
 #: Least squares shrink a row, which costs nothing; but a residual that shrinks lags behind its row,
-#: and rows that lag do so in one direction. These are stretched again.
-_RESIDUALS: Final = Method(name="level", refits=2)
+#: and rows that lag do so in one direction. These are stretched again. Residuals of one width have
+#: them, too.
+RESIDUALS: Final = Method(name="level", refits=2)
 
 
 def priced_method(quantizer: QuantizerName, *, residual: bool = False) -> Method | None:
@@ -28,5 +29,5 @@ def priced_method(quantizer: QuantizerName, *, residual: bool = False) -> Method
         residual: whether they are residuals.
     """
     if quantizer == "auto":
-        return _RESIDUALS if residual else _ROWS
+        return RESIDUALS if residual else _ROWS
     return ASYMMETRIC if quantizer == "asymmetric" else None

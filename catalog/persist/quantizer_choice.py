@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from recpoint.catalog.persist.priced_codes import priced_method
+from recpoint.catalog.persist.priced_codes import RESIDUALS, priced_method
 from recpoint.catalog.persist.residuals import ResidualRows, staged_ids
 from recpoint.catalog.staging.job import StagedJob, kernel_method, values_name
 from recpoint.catalog.staging.slot_reading import read_into
@@ -53,6 +53,8 @@ def choose_quantizer(
         method = SYMMETRIC
     elif table.quantizer == "asymmetric" or (table.quantizer == "auto" and table.bits == 8):
         method = ASYMMETRIC
+    elif table.quantizer == "auto" and table.residual:
+        method = RESIDUALS
     else:
         seed = staged.job.step
         rows = _sample(staged, index, seed, residuals)

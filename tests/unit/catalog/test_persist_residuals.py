@@ -184,6 +184,25 @@ def test_the_same_bits_say_more_of_a_residual(run: Run, tmp_path: Path) -> None:
     assert errors[True] < errors[False] / 4
 
 
+@pytest.mark.parametrize(("bits", "most_lag"), [(2, 0.01), (3, 0.004)])
+def test_rows_do_not_lag_behind_what_they_have_changed(
+    run: Run, tmp_path: Path, bits: int, most_lag: float
+) -> None:
+    """Least squares alone would leave 3.8 % of the change undone at 2 bits, and 0.7 % at 3."""
+    training = Training(run, tmp_path / "staging", table_of(bits=bits))
+    training.persist()
+    base = restored(run, run.manifest(10, 1))[0].tables["items"].values
+    random = torch.Generator().manual_seed(2)
+    training.table.values += 0.3 * torch.randn(ROWS, DIM, generator=random)
+    newest = training.persist(dirty=torch.arange(ROWS))
+    (quantizer,) = newest.quantizers
+    assert (quantizer.method, quantizer.refits, quantizer.sample_rows) == ("level", 2, 0)
+    residuals = training.table.values - base
+    restored_residuals = restored(run, newest)[0].tables["items"].values - base
+    slope = float((restored_residuals * residuals).sum() / residuals.square().sum())
+    assert abs(slope - 1) < most_lag
+
+
 def test_however_little_a_row_has_changed_it_gets_codes(run: Run, tmp_path: Path) -> None:
     training = Training(run, tmp_path / "staging", table_of(bits=2))
     training.persist()
