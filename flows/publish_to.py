@@ -16,7 +16,7 @@ from recpoint.flows.parameters import NO_RESULTS, RunUrl
 from recpoint.serving.goal import Channel
 from recpoint.serving.sinks.opening import shown_url
 from recpoint.serving.sinks.records import CommittedVersion
-from recpoint.tasks.publish_to import publish_version
+from recpoint.tasks.publish_to import publish_version, sink_mark, sink_slot
 from recpoint.tasks.reports import artifact_key
 from recpoint.tasks.run_tags import tag_flow_run
 
@@ -55,7 +55,8 @@ async def publish_to(
         replace: take a sink that holds another run.
 
     Returns:
-        Completed; its message names the version that readers see.
+        Completed; its message names the version that readers see. If another flow run publishes to
+        the sink, nothing is done, and the message says so.
 
     Raises:
         SettingsError: not one of `sink_url` and `sink_url_secret` is given, or it has a password.
@@ -66,12 +67,16 @@ async def publish_to(
     store = open_store(run_url)
     await tag_flow_run(store.url)
     _require_sink(sink_url, sink_url_secret)
-    committed = await publish_version(
-        run_url, sink_url, sink_url_secret, channel, tables or None, replace
-    )
+    mark = await sink_mark(sink_url, sink_url_secret)
+    async with sink_slot(mark) as has_slot:
+        if not has_slot:
+            return Completed(message="another flow run publishes to this sink")
+        committed = await publish_version(
+            run_url, sink_url, sink_url_secret, mark, channel, tables or None, replace
+        )
     if committed is None:
         return Completed(message="nothing to publish yet")
-    await _show(store.url, committed)
+    await _show(store.url, mark, committed)
     checkpoint = committed.version.checkpoint
     return Completed(message=f"readers see {checkpoint}, version {committed.number} of the sink")
 
@@ -94,16 +99,19 @@ def _require_sink(sink_url: str | None, sink_url_secret: str | None) -> None:
         )
 
 
-async def _show(run_url: str, committed: CommittedVersion) -> None:
+async def _show(run_url: str, mark: str, committed: CommittedVersion) -> None:
+    """Show the version that readers see, unless the sink's newest artifact does so already."""
     version = committed.version
     url = run_url.replace("`", "'")  # a backtick would end the code span
-    await Artifact(
-        type="table",
-        key=artifact_key(run_url, version.run, "sink"),
-        description=f"Readers of the sink see step {version.checkpoint.step} "
-        f"(version {committed.number}): `{url}`",
-        data=[
-            {"table": change.table, "rows": change.rows_put, "deleted": change.rows_deleted}
-            for change in committed.changes
-        ],
-    ).acreate()
+    key = artifact_key(run_url, version.run, f"sink-{mark}")
+    description = (
+        f"Readers of the sink see step {version.checkpoint.step} "
+        f"(version {committed.number}): `{url}`"
+    )
+    rows = [
+        {"table": change.table, "rows": change.rows_put, "deleted": change.rows_deleted}
+        for change in committed.changes
+    ]
+    shown = await Artifact.aget(key)
+    if shown is None or shown.description != description:
+        await Artifact(type="table", key=key, description=description, data=rows).acreate()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,14 @@ import torch
 from prefect.blocks.system import Secret
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
+from prefect.client.schemas.objects import Artifact
 from pydantic import SecretStr
 
 from recpoint.catalog.run.run import Run
 from recpoint.errors import SettingsError
 from recpoint.flows.publish_to import publish_to
 from recpoint.serving.sinks.reader import SinkReader
+from recpoint.tasks.publish_to import sink_mark, sink_slot
 from tests.catalog_builder import tables
 from tests.consolidation import trained
 
@@ -35,6 +38,13 @@ def message(run: Run, **parameters: Any) -> str:
     return asyncio.run(once())
 
 
+def artifacts_of(run: Run) -> list[Artifact]:
+    """Return what is shown of the run's sinks."""
+    with get_client(sync_client=True) as client:
+        key = ArtifactFilterKey(like_=f"recpoint-run-{run.id[:12]}-sink-%")
+        return client.read_artifacts(artifact_filter=ArtifactFilter(key=key))
+
+
 def test_a_sink_gets_each_checkpoint(run: Run, tmp_path: Path) -> None:
     url = f"sqlite:{tmp_path}/served.db"
     trained(run, tables(), [1])
@@ -48,11 +58,52 @@ def test_a_sink_gets_each_checkpoint(run: Run, tmp_path: Path) -> None:
     with SinkReader(url).reading() as version:
         assert version.checkpoint.step == 4
         assert version.lookup(table.name, torch.arange(3)).shape == (3, table.dim)
-    with get_client(sync_client=True) as client:
-        key = ArtifactFilterKey(any_=[f"recpoint-run-{run.id[:12]}-sink"])
-        shown = client.read_artifacts(artifact_filter=ArtifactFilter(key=key))
-    rows = json.loads(str(max(shown, key=lambda artifact: str(artifact.created)).data))
+    shown = [artifact for artifact in artifacts_of(run) if "step 4 " in str(artifact.description)]
+    rows = json.loads(str(shown[0].data))
     assert {row["table"] for row in rows} == {table.name for table in tables()}
+
+
+def test_an_artifact_of_each_sink_is_made_for_each_version(run: Run, tmp_path: Path) -> None:
+    trained(run, tables(), [1])
+    for name in ("first", "first", "second", "first"):
+        assert message(run, sink_url=f"sqlite:{tmp_path}/{name}.db").startswith(
+            "readers see step 1"
+        )
+    keys = Counter(artifact.key for artifact in artifacts_of(run))
+    assert list(keys.values()) == [1, 1]
+    trained(run, tables(seed=3), [4])
+    assert message(run, sink_url=f"sqlite:{tmp_path}/first.db").startswith("readers see step 4")
+    assert sorted(Counter(artifact.key for artifact in artifacts_of(run)).values()) == [1, 2]
+
+
+def test_one_flow_run_at_a_time_publishes_to_a_sink(run: Run, tmp_path: Path) -> None:
+    trained(run, tables(), [1])
+    busy, free = f"sqlite:{tmp_path}/busy.db", f"sqlite:{tmp_path}/free.db"
+
+    async def while_another_publishes() -> list[str]:
+        async with sink_slot(await sink_mark(busy, None)) as has_slot:
+            assert has_slot
+            states = [await publish_to(run.url, url, return_state=True) for url in (busy, free)]
+        states.append(await publish_to(run.url, busy, return_state=True))
+        return [str(state.message) for state in states]
+
+    refused, beside, afterwards = asyncio.run(while_another_publishes())
+    assert refused == "another flow run publishes to this sink"
+    assert beside.startswith("readers see step 1 ") and afterwards.startswith("readers see step 1 ")
+
+
+def test_a_sink_is_marked_by_what_it_holds_only() -> None:
+    def mark(url: str) -> str:
+        return asyncio.run(sink_mark(url, None))
+
+    same = {
+        mark(f"redis://{user}host/0{options}")
+        for user in ("", "u:pw@")
+        for options in ("", "?grace=9")
+    }
+    assert len(same) == 1
+    others = ("redis://host/1", "redis://other/0", "redis://host/0?prefix=ads", "sqlite:host/0")
+    assert len(same | {mark(url) for url in others}) == 5
 
 
 def test_a_password_is_no_parameter(run: Run) -> None:
