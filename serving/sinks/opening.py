@@ -18,17 +18,20 @@ _REDIS_SCHEMES: Final = ("redis", "rediss", "valkey", "valkeys")
 _TEXT_OPTIONS: Final = frozenset({"decode_responses", "encoding"})
 _GRACE_SECONDS: Final = 2.0
 _MOST_GRACE_SECONDS: Final = 600.0
+_PAUSE: Final = 2.0
+_MOST_PAUSE: Final = 20.0
 
 
 def open_sink(url: str) -> Sink:
     """Return the sink that a URL names; nothing is read or written yet.
 
         sqlite:ads.db, sqlite:/var/lib/ads.db, parquet:/var/lib/ads
-        redis://[user:password@]host[:port][/database][?prefix=recpoint][&grace=2]
+        redis://[user:password@]host[:port][/database][?prefix=recpoint][&grace=2][&pause=2]
 
     `valkey://` is the same as `redis://`; with `rediss://` and `valkeys://` the connection is
     encrypted. `prefix` begins all keys. `grace` is how many seconds a version stays readable after
-    the next one was committed.
+    the next one was committed. `pause` is how many seconds a publisher leaves to readers for each
+    second that the server takes longer than at its best.
 
     Raises:
         SettingsError: no sink has such a URL, or the library that it needs is not installed.
@@ -75,6 +78,7 @@ def _no_package(sink: str, package: str, *, extra: str) -> SettingsError:
 
 def _redis(url: str) -> Sink:
     try:
+        from recpoint.serving.sinks.redis_keys import RedisKeys, UnknownOption
         from recpoint.serving.sinks.redis_sink import RedisSink
     except ModuleNotFoundError as error:
         if error.name != "redis":
@@ -89,22 +93,26 @@ def _redis(url: str) -> Sink:
     if text_options:
         raise _refused(url, f"the option {text_options[0]}", "no option that makes rows text")
     scheme = parts.scheme.replace("valkeys", "rediss").replace("valkey", "redis")
-    grace_seconds = _grace_seconds(url, options.pop("grace", None))
+    grace_seconds = _number(url, options, "grace", _GRACE_SECONDS, _MOST_GRACE_SECONDS)
+    pause = _number(url, options, "pause", _PAUSE, _MOST_PAUSE)
     server = urlunsplit((scheme, parts.netloc, parts.path, urlencode(options), ""))
     try:
-        return RedisSink(server, shown_url(url), prefix, grace_seconds)
-    except Exception as error:  # nothing is connected yet: redis-py reads options, each its own way
+        keys = RedisKeys(server, shown_url(url), prefix)
+    except UnknownOption as error:
         raise _refused(url, f"an option: {error}", "options of redis-py") from None
+    return RedisSink(keys, grace_seconds, pause)
 
 
-def _grace_seconds(url: str, text: str | None) -> float:
+def _number(url: str, options: dict[str, str], name: str, default: float, most: float) -> float:
+    """Take a number out of the options of a URL."""
+    text = options.pop(name, None)
     try:
-        seconds = _GRACE_SECONDS if text is None else float(text)
+        number = default if text is None else float(text)
     except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds <= _MOST_GRACE_SECONDS:
-        raise _refused(url, f"grace={text!r:.40}", f"0 to {_MOST_GRACE_SECONDS:g} seconds")
-    return seconds
+        number = -1.0
+    if not 0 <= number <= most:
+        raise _refused(url, f"{name}={text!r:.40}", f"{name}: 0 to {most:g}")
+    return number
 
 
 def shown_url(url: str) -> str:

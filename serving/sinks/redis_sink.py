@@ -31,64 +31,38 @@ from __future__ import annotations
 
 import json
 import secrets
-import struct
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain, count
-from typing import Any, Final, NamedTuple
+from itertools import count
+from typing import Final, NamedTuple
 
-import redis
-from redis.backoff import ExponentialWithJitterBackoff
-from redis.retry import Retry
 from torch import Tensor
 
 from recpoint.catalog.store.durable import step
-from recpoint.errors import MalformedObject, NotServing, SinkError
+from recpoint.errors import NotServing, SinkError
 from recpoint.format.records import CheckpointRef
 from recpoint.serving.sinks import redis_scripts
 from recpoint.serving.sinks.contract import Sink, SinkPosition, SinkReading, refuse_parent
 from recpoint.serving.sinks.records import (
-    EMPTY_FIRST,
     CommittedVersion,
     SinkVersion,
     TableChange,
     parsed,
 )
-from recpoint.serving.sinks.row_bytes import (
-    bytes_of_dense,
-    dense_of_bytes,
-    joined_bytes,
-    rows_of_bytes,
-    table_of,
-)
+from recpoint.serving.sinks.redis_keys import RedisKeys
+from recpoint.serving.sinks.redis_pace import RedisPace
+from recpoint.serving.sinks.redis_reading import RedisReading, table_numbers
+from recpoint.serving.sinks.row_bytes import bytes_of_dense, joined_bytes
 
 __all__ = ["RedisSink"]
 
 #: A script writes so many rows, so that readers wait for a fraction of a millisecond.
 _ROWS_A_SCRIPT: Final = 128
-#: Scripts that are under way at once.
-_SCRIPTS_AT_ONCE: Final = 16
-_RETRIES: Final = 6
-_KEYS_A_SCAN: Final = 1000
-#: A lookup asks for so many rows at once, so that other requests wait for little.
-_ROWS_A_LOOKUP: Final = 1000
-
-
-#: Fields of the position that say whether a version can be read.
-_FIELDS_OF_READABLE: Final = ("readable_from", "number", "committed_by", "parent_by")
-
-
-class _Readable(NamedTuple):
-    """A version that a reader reads.
-
-    Attributes:
-        number: of the version.
-        token: of the attempt that committed it.
-    """
-
-    number: int
-    token: bytes
+#: Scripts that are under way at once, before a pause.
+_SCRIPTS_AT_ONCE: Final = 4
+#: A script removes so many keys.
+_KEYS_A_REMOVAL: Final = 250
 
 
 class _Attempt(NamedTuple):
@@ -116,31 +90,18 @@ class RedisSink(Sink):
     """Holds versions in Redis.
 
     Args:
-        url: of the server, as redis-py reads it, with a password if there is one.
-        shown_url: the URL without the password.
-        prefix: first part of all keys.
+        keys: where they lie.
         grace_seconds: how long a version stays readable after the next one was committed. The next
             publication waits for that.
-
-    Raises:
-        Exception: of any class: redis-py has no such option, or it has another type.
+        pause: as for `RedisPace`.
     """
 
-    def __init__(self, url: str, shown_url: str, prefix: str, grace_seconds: float) -> None:
-        self.url = shown_url
-        self._prefix = f"{{{prefix}}}"
+    def __init__(self, keys: RedisKeys, grace_seconds: float, pause: float) -> None:
+        self.url = keys.url
+        self._keys = keys
+        self._pace = RedisPace(pause)
         self._grace_ms = round(grace_seconds * 1000)
-        retry = Retry(ExponentialWithJitterBackoff(base=0.05, cap=2.0), _RETRIES)
-        self._client: Any = redis.Redis.from_url(
-            url,
-            socket_timeout=30.0,
-            socket_connect_timeout=10.0,
-            retry=retry,
-            retry_on_error=[redis.exceptions.ConnectionError, redis.exceptions.TimeoutError],
-        )
-        pool = self._client.connection_pool
-        pool.connection_class(**pool.connection_kwargs)  # refuses options that it does not know
-        register = self._client.register_script
+        register = self._keys.client.register_script
         self._begin, self._put = register(redis_scripts.BEGIN), register(redis_scripts.PUT)
         self._dense, self._commit = register(redis_scripts.DENSE), register(redis_scripts.COMMIT)
         self._retire, self._remove = register(redis_scripts.RETIRE), register(redis_scripts.REMOVE)
@@ -148,12 +109,12 @@ class RedisSink(Sink):
 
     def position(self) -> SinkPosition:
         """See `Sink.position`."""
-        return self._position(self._fields())
+        return self._position(self._keys.position())
 
     def begin(self, version: SinkVersion, parent: CheckpointRef | None) -> None:
         """See `Sink.begin`. Waits until the grace of the committed version's parent is over."""
-        self._refuse_eviction()
-        fields = self._fields()
+        self._keys.refuse_eviction()
+        fields = self._keys.position()
         position = self._position(fields)
         refuse_parent(self.url, position, version, parent)
         committed = position.committed
@@ -161,10 +122,10 @@ class RedisSink(Sink):
         self._wait_for_readers(committed)
         token = secrets.token_hex(16)
         new_tables = len(version.tables) if parent is None else 0
-        with self._errors():
+        with self._keys.errors():
             step(f"sink-begin {self.url}")
             first = self._begin(
-                keys=[self._key("position")],
+                keys=[self._keys.key("position")],
                 args=[
                     token,
                     seen,
@@ -175,7 +136,7 @@ class RedisSink(Sink):
             )
         if first < 0:
             self._refuse(first)
-        seen_numbers = _numbers(fields)
+        seen_numbers = table_numbers(fields)
         numbers = seen_numbers
         if parent is None:
             names = [table.name for table in version.tables]
@@ -197,9 +158,9 @@ class RedisSink(Sink):
     def commit(self, dense: Mapping[str, Tensor], changes: Sequence[TableChange]) -> None:
         """See `Sink.commit`."""
         attempt = self._begun()
-        with self._errors():
+        with self._keys.errors():
             step(f"sink-dense {self.url}")
-            keys = [self._key("position"), self._key(f"dense:{attempt.number}")]
+            keys = [self._keys.key("position"), self._keys.key(f"dense:{attempt.number}")]
             scripts = next(attempt.script_numbers)
             data = bytes_of_dense(dense)
             self._refuse(self._dense(keys=keys, args=[attempt.token, scripts, data]))
@@ -208,11 +169,11 @@ class RedisSink(Sink):
                 version=attempt.version,
                 parent=attempt.parent,
                 changes=tuple(changes),
-                committed_ms=self._server_ms(),
+                committed_ms=self._keys.now_ms(),
             )
             step(f"sink-commit {self.url}")
             answer = self._commit(
-                keys=[self._key("position")],
+                keys=[self._keys.key("position")],
                 args=[
                     attempt.token,
                     scripts,
@@ -225,8 +186,8 @@ class RedisSink(Sink):
         self._attempt = None
         if attempt.old_numbers:
             self._wait_for_readers(record)
-            with self._errors():
-                self._refuse(self._retire(keys=[self._key("position")], args=[attempt.number]))
+            with self._keys.errors():
+                self._refuse(self._retire(keys=[self._keys.key("position")], args=[attempt.number]))
                 self._remove_tables(attempt.old_numbers, attempt.number)
 
     def discard(self) -> None:
@@ -236,112 +197,30 @@ class RedisSink(Sink):
     @contextmanager
     def reading(self) -> Iterator[SinkReading]:
         """See `Sink.reading`."""
-        fields = self._fields()
+        fields = self._keys.position()
         committed = self._position(fields).committed
         if committed is None:
             raise NotServing(
                 self.url,
-                found=f"no version under the prefix {self._prefix}",
+                found=f"no version under the prefix {self._keys.prefix}",
                 expected="a version that was published",
                 next_step="recpoint publish-to SINK URL",
             )
-        token = fields.get(b"committed_by", b"")
-        yield _RedisReading(self, committed, _Readable(committed.number, token), _numbers(fields))
+        yield RedisReading(self._keys, committed, fields, self._grace_ms)
 
     def close(self) -> None:
         """See `Sink.close`."""
-        self._client.close()
-
-    def rows(self, version: _Readable, table: int, ids: Sequence[int]) -> Sequence[bytes | None]:
-        """Return what lies under the keys of rows, while a version can be read.
-
-        Args:
-            version: the version.
-            table: number of the table.
-            ids: of the rows.
-        """
-        with self._errors():
-            pipeline = self._client.pipeline(transaction=False)
-            for first in range(0, len(ids), _ROWS_A_LOOKUP):
-                some = ids[first : first + _ROWS_A_LOOKUP]
-                pipeline.mget([self._key(f"{table}:{row}") for row in some])
-            # Last: no row is written over before these fields say that it may be.
-            pipeline.hmget(self._key("position"), *_FIELDS_OF_READABLE)
-            *rows, readable = pipeline.execute()
-        self._refuse_gone(version, readable)
-        return list(chain.from_iterable(rows))
-
-    def dense_bytes(self, version: _Readable) -> bytes:
-        """Return the dense layers of a version."""
-        with self._errors():
-            pipeline = self._client.pipeline(transaction=True)
-            pipeline.hmget(self._key("position"), *_FIELDS_OF_READABLE)
-            pipeline.get(self._key(f"dense:{version.number}"))
-            readable, data = pipeline.execute()
-        self._refuse_gone(version, readable)
-        if data is None:
-            raise SinkError(
-                f"{self.url} ({self._key(f'dense:{version.number}')})",
-                found="no such key",
-                expected="the dense layers of the version that readers see",
-                next_step="set maxmemory-policy noeviction; " + EMPTY_FIRST,
-            )
-        return bytes(data)
-
-    def stored_ids(self, table: int) -> Iterator[list[int]]:
-        """Yield the ids of all rows under keys of a table, some at a time; some may come twice."""
-        start = len(self._key(f"{table}:").encode())
-        for keys in self._stored_keys(_literal(self._key(f"{table}:")) + "*"):
-            yield [int(key[start:]) for key in keys]
-
-    def _stored_keys(self, pattern: str) -> Iterator[list[bytes]]:
-        """Yield the keys that match a pattern, some at a time; some may come twice."""
-        with self._errors():
-            keys: list[bytes] = []
-            for key in self._client.scan_iter(match=pattern, count=_KEYS_A_SCAN):
-                keys.append(key)
-                if len(keys) >= _KEYS_A_SCAN:
-                    yield keys
-                    keys = []
-            if keys:
-                yield keys
-
-    def _refuse_gone(self, version: _Readable, readable: Sequence[bytes | None]) -> None:
-        """Refuse a version that cannot be read any more, or that the server has lost.
-
-        Args:
-            version: the version.
-            readable: values of `_FIELDS_OF_READABLE`.
-        """
-        number = version.number
-        lowest, highest = (int(field or 0) for field in readable[:2])
-        # Sinks of earlier releases do not have the token of the version before.
-        token = {highest: readable[2], highest - 1: readable[3]}.get(number)
-        if number > highest or (token and token != version.token):
-            raise NotServing(
-                self.url,
-                found=f"version {number}, which the server has lost (a restart, a failover)",
-                expected=f"version {highest}, which it has",
-                next_step="begin another block of reading()",
-            )
-        if number < lowest:
-            raise NotServing(
-                self.url,
-                found=f"version {number}, whose rows are being replaced",
-                expected=f"version {lowest} or a later one",
-                next_step="begin another block of reading(); or give the sink a longer grace: "
-                f"?grace={self._grace_ms / 1000:g} now",
-            )
+        self._keys.client.close()
 
     def _write(self, table: str, ids: Tensor, data: bytes, row_bytes: int) -> None:
         attempt = self._begun()
-        keys = [self._key("position")]
-        prefix = self._key(f"{attempt.numbers[table]}:")
+        keys = [self._keys.key("position")]
+        prefix = self._keys.key(f"{attempt.numbers[table]}:")
         numbers = ids.tolist()
-        with self._errors():
+        with self._keys.errors():
             for start in range(0, len(numbers), _ROWS_A_SCRIPT * _SCRIPTS_AT_ONCE):
                 step(f"sink-put {self.url}")
-                pipeline = self._client.pipeline(transaction=False)
+                pipeline = self._keys.client.pipeline(transaction=False)
                 stop = min(start + _ROWS_A_SCRIPT * _SCRIPTS_AT_ONCE, len(numbers))
                 for first in range(start, stop, _ROWS_A_SCRIPT):
                     last = min(first + _ROWS_A_SCRIPT, stop)
@@ -358,13 +237,15 @@ class RedisSink(Sink):
                         ],
                         client=pipeline,
                     )
-                for answer in pipeline.execute():
+                with self._pace.paced((row_bytes, stop - start)):
+                    answers = pipeline.execute()
+                for answer in answers:
                     self._refuse(answer)
 
     def _wait_for_readers(self, committed: CommittedVersion | None) -> None:
         """Wait until the version before the committed one need not be readable any more."""
         if committed is not None:
-            wait_ms = committed.committed_ms + self._grace_ms - self._server_ms()
+            wait_ms = committed.committed_ms + self._grace_ms - self._keys.now_ms()
             time.sleep(min(max(wait_ms, 0), self._grace_ms) / 1000)
 
     def _remove_dead(self, seen_numbers: set[int], first_new: int, seen: int) -> None:
@@ -373,35 +254,26 @@ class RedisSink(Sink):
         Table numbers below `first_new` were given to attempts that cannot write any more: this one
         has taken their place.
         """
-        with self._errors():
-            removed = int(self._client.hget(self._key("position"), "removed_below") or 0)
+        with self._keys.errors():
+            removed = int(self._keys.client.hget(self._keys.key("position"), "removed_below") or 0)
             self._remove_tables(set(range(removed, first_new)) - seen_numbers, seen)
             below = min((*seen_numbers, first_new))
-            self._client.hset(self._key("position"), "removed_below", below)
-            self._client.unlink(self._key(f"dense:{seen - 1}"))
+            self._keys.client.hset(self._keys.key("position"), "removed_below", below)
+            self._keys.client.unlink(self._keys.key(f"dense:{seen - 1}"))
 
     def _remove_tables(self, numbers: Collection[int], committed: int) -> None:
         """Remove tables that no version from the committed one on needs, in one scan for all."""
         if not numbers:
             return
-        start = len(self._key("").encode())
-        for keys in self._stored_keys(_literal(self._key("")) + "[0-9]*:*"):
+        start = len(self._keys.key("").encode())
+        for keys in self._keys.stored("[0-9]*:*"):
             dead_keys = [key for key in keys if int(key[start:].split(b":")[0]) in numbers]
-            if dead_keys:
-                keys_of_script: list[bytes | str] = [self._key("position"), *dead_keys]
-                self._refuse(self._remove(keys=keys_of_script, args=[committed]))
-
-    def _refuse_eviction(self) -> None:
-        """Refuse a server that may throw rows away when memory is short."""
-        with self._errors():
-            policy = self._client.info("memory").get("maxmemory_policy", "noeviction")
-        if policy != "noeviction":
-            raise SinkError(
-                self.url,
-                found=f"maxmemory-policy {policy}",
-                expected="noeviction: a server that removes keys serves versions with holes",
-                next_step="redis-cli CONFIG SET maxmemory-policy noeviction",
-            )
+            for first in range(0, len(dead_keys), _KEYS_A_REMOVAL):
+                some = dead_keys[first : first + _KEYS_A_REMOVAL]
+                with self._pace.paced(("removal", len(some))):
+                    keys_of_script = [self._keys.key("position").encode(), *some]
+                    answer = self._remove(keys=keys_of_script, args=[committed])
+                self._refuse(answer)
 
     def _begun(self) -> _Attempt:
         if self._attempt is None:
@@ -432,116 +304,10 @@ class RedisSink(Sink):
             next_step="end one of them; what this one has put is not seen by readers",
         )
 
-    def _fields(self) -> dict[bytes, bytes]:
-        with self._errors():
-            fields: dict[bytes, bytes] = self._client.hgetall(self._key("position"))
-        return fields
-
     def _position(self, fields: Mapping[bytes, bytes]) -> SinkPosition:
-        name = f"{self.url} ({self._key('position')})"
+        name = f"{self.url} ({self._keys.key('position')})"
         record, in_place = fields.get(b"record"), fields.get(b"in_place")
         return SinkPosition(
             None if record is None else parsed(CommittedVersion, record, name=name),
             None if in_place is None else parsed(SinkVersion, in_place, name=name),
         )
-
-    def _server_ms(self) -> int:
-        with self._errors():
-            seconds, microseconds = self._client.time()
-        return int(seconds) * 1000 + int(microseconds) // 1000
-
-    def _key(self, name: str) -> str:
-        return f"{self._prefix}:{name}"
-
-    @contextmanager
-    def _errors(self) -> Iterator[None]:
-        try:
-            yield
-        except redis.exceptions.OutOfMemoryError as error:
-            raise self._failed(error, "room for two slots of each row that changes") from error
-        except (redis.exceptions.RedisError, OSError) as error:
-            raise self._failed(error, "a Redis server that answers") from error
-
-    def _failed(self, error: Exception, expected: str) -> SinkError:
-        return SinkError(
-            self.url,
-            found=f"{type(error).__name__}: {error}",
-            expected=expected,
-            next_step="see the message; readers see the version that was committed last",
-        )
-
-
-class _RedisReading:
-    """See `SinkReading`."""
-
-    def __init__(
-        self,
-        sink: RedisSink,
-        version: CommittedVersion,
-        readable: _Readable,
-        numbers: Mapping[str, int],
-    ) -> None:
-        self._sink, self.version, self._readable, self._numbers = sink, version, readable, numbers
-
-    def lookup(self, table: str, ids: Tensor) -> tuple[Tensor, Tensor]:
-        served = table_of(self._sink.url, self.version.version, table)
-        stored = self._sink.rows(self._readable, self._numbers[table], ids.tolist())
-        rows = [self._seen(value, served.row_bytes) for value in stored]
-        return rows_of_bytes(self._sink.url, served, ids, rows)
-
-    def dense(self) -> dict[str, Tensor]:
-        return dense_of_bytes(self._sink.dense_bytes(self._readable))
-
-    def row_count(self, table: str) -> int:
-        served = table_of(self._sink.url, self.version.version, table)
-        number = self._numbers[table]
-        ids: set[int] = set()
-        for some in self._sink.stored_ids(number):
-            stored = self._sink.rows(self._readable, number, some)
-            ids.update(
-                row
-                for row, value in zip(some, stored, strict=True)
-                if self._seen(value, served.row_bytes) is not None
-            )
-        return len(ids)
-
-    def _seen(self, value: bytes | None, row_bytes: int) -> bytes | None:
-        """Return the row in the slot that this version sees."""
-        if value is None or len(value) < _HEAD.size:
-            return None
-        slots = (
-            (number & _NUMBER, number >> 48, place)
-            for place, number in enumerate(_HEAD.unpack_from(value))
-        )
-        number, flags, place = max(
-            (slot for slot in slots if 0 < slot[0] <= self.version.number), default=(0, 0, 0)
-        )
-        if not number or flags:
-            return None
-        first = _HEAD.size + place * row_bytes
-        return value[first : first + row_bytes]
-
-
-_HEAD: Final = struct.Struct("<QQ")
-_NUMBER: Final = (1 << 48) - 1
-
-
-def _numbers(fields: Mapping[bytes, bytes]) -> dict[str, int]:
-    """Return the numbers of tables in keys, by name."""
-    data = fields.get(b"numbers")
-    if data is None:
-        return {}
-    numbers = json.loads(data)
-    if not isinstance(numbers, dict) or not all(type(n) is int for n in numbers.values()):
-        raise MalformedObject(
-            "the field numbers of a sink's position",
-            found=f"{data[:200]!r}",
-            expected="numbers of tables, by name",
-            next_step=EMPTY_FIRST,
-        )
-    return numbers
-
-
-def _literal(text: str) -> str:
-    """Return a pattern of Redis that matches a text alone."""
-    return "".join(f"\\{letter}" if letter in "*?[]\\" else letter for letter in text)
