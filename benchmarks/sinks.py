@@ -2,9 +2,16 @@
 
 A run on a real S3 server gets increments of 100,000 changed rows of 64 values. Measured is the time
 from a commit until readers of Redis see the version, against writing the same bytes with pipelined
-SETs and nothing else. Then a process looks up 10,000 rows a second, 100 in a request, while
-versions arrive and while none does. Redis and S3 run on this host. Before anything is timed, every
-row of the sink is compared with its checkpoint.
+SETs and nothing else. Then a process looks up 10,000 rows a second, 100 in a request:
+
+- in Redis, while versions arrive, and while none does;
+- there, while the same versions are committed and arrive in another Redis server: what they take
+  from the readers besides time of the readers' own server;
+- in the memory of a follower, while versions arrive, while none does, and while they are committed
+  and the follower is pinned to one.
+
+Redis, S3, publisher and trainer run on this host. Before anything is timed, every row of the sink
+is compared with its checkpoint.
 """
 
 from __future__ import annotations
@@ -14,7 +21,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from time import perf_counter
@@ -36,7 +43,13 @@ from tests.redis_server import redis_server
 
 __all__ = ["KEYS", "run"]
 
-KEYS = ("vs_bare", "readers_p99_ratio")
+KEYS = (
+    "vs_bare",
+    "readers_p99_ratio",
+    "readers_p99_elsewhere_ratio",
+    "follower_p99_ratio",
+    "follower_p99_pinned_ratio",
+)
 
 _DIM = 64
 _CHUNK_ROWS = 16_384
@@ -49,14 +62,19 @@ def run(*, smoke: bool) -> Report:
     report = Report(name="sinks", columns=("what", "median", "least", "most"))
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="recpoint-sinks-")))
-        server = stack.enter_context(redis_server(folder))
+        server, other_server = (
+            stack.enter_context(redis_server(_made(folder / name))) for name in ("redis", "other")
+        )
         s3 = stack.enter_context(SeaweedServer(folder / "seaweed"))
         os.environ.update(s3.environment())
         url = f"{server.url}?grace=0"
         training = _Training(s3.run_url(), rows, changed_rows)
         publisher = SinkPublisher(training.url, stack.enter_context(open_sink(url)))
+        other_url = f"{other_server.url}?grace=0"
+        other = SinkPublisher(training.url, stack.enter_context(open_sink(other_url)))
         training.commit()
         publisher.poll()
+        other.poll()
         _require_equal(training.url, url)
         bare = redis.Redis.from_url(server.url)
         _write_bare(bare, training)
@@ -66,14 +84,46 @@ def run(*, smoke: bool) -> Report:
             published_seconds.append(_seconds(publisher.poll))
             bare_seconds.append(_seconds(lambda: _write_bare(bare, training)))
         _require_equal(training.url, url)
-        quiet_ms, busy_ms = _requests(url, training, publisher, smoke=smoke)
+
+        def publish_here() -> None:
+            training.commit()
+            publisher.poll()
+
+        def publish_elsewhere() -> None:
+            training.commit()
+            other.poll()
+
+        sink, follower = ("sink", url), ("follower", training.url)
+        sink_ms = _requests_ms(
+            {
+                "none": (sink, _nothing),
+                "here": (sink, publish_here),
+                "elsewhere": (sink, publish_elsewhere),
+            },
+            smoke=smoke,
+        )
+        follower_ms = _requests_ms(
+            {
+                "none": (follower, _nothing),
+                "here": (follower, training.commit),
+                "pinned": (("pinned", training.url), training.commit),
+            },
+            smoke=smoke,
+        )
     report.put("vs_bare", ratio(bare_seconds, published_seconds))
-    report.put("readers_p99_ratio", ratio(busy_ms, quiet_ms))
+    report.put("readers_p99_ratio", ratio(sink_ms["here"], sink_ms["none"]))
+    report.put("readers_p99_elsewhere_ratio", ratio(sink_ms["elsewhere"], sink_ms["none"]))
+    report.put("follower_p99_ratio", ratio(follower_ms["here"], follower_ms["none"]))
+    report.put("follower_p99_pinned_ratio", ratio(follower_ms["pinned"], follower_ms["none"]))
     for label, values in (
         (f"{changed_rows:,} changed rows, from a commit on S3 to readers, s", published_seconds),
         ("the same bytes by pipelined SETs, s", bare_seconds),
-        ("p99 of a request of 100 rows while versions arrive, ms", busy_ms),
-        ("p99 while none arrives, ms", quiet_ms),
+        ("p99 of a request of 100 rows while versions arrive, ms", sink_ms["here"]),
+        ("p99 while they arrive in another Redis server, ms", sink_ms["elsewhere"]),
+        ("p99 while none arrives, ms", sink_ms["none"]),
+        ("p99 of a request to a follower while versions arrive, ms", follower_ms["here"]),
+        ("p99 while they are committed, and it is pinned, ms", follower_ms["pinned"]),
+        ("p99 while none arrives, ms", follower_ms["none"]),
     ):
         spread = spread_of(values)
         report.rows.append((label, spread.median, spread.least, spread.most))
@@ -134,26 +184,27 @@ def _write_bare(client: redis.Redis, training: _Training) -> None:
         pipeline.execute()
 
 
-def _requests(
-    url: str, training: _Training, publisher: SinkPublisher, *, smoke: bool
-) -> tuple[list[float], list[float]]:
-    """Return p99 of requests in ms while no version arrives, and while versions do."""
+def _requests_ms(
+    sides: Mapping[str, tuple[tuple[str, str], Callable[[], None]]], *, smoke: bool
+) -> Mapping[str, list[float]]:
+    """Return p99 of requests in ms, one for each round.
+
+    Args:
+        sides: name -> where the rows come from (the first two arguments of
+            `benchmarks.sink_requests`), and what goes on meanwhile, again and again.
+        smoke: for a moment only.
+    """
     rounds, seconds = (2, 1.0) if smoke else (5, 6.0)
-    quiet_ms, busy_ms = [], []
+    times_ms: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(rounds):
-        quiet_ms.append(_p99_ms(url, seconds, lambda: None))
-
-        def publish_versions() -> None:
-            training.commit()
-            publisher.poll()
-
-        busy_ms.append(_p99_ms(url, seconds, publish_versions))
-    return quiet_ms, busy_ms
+        for name, (source, work) in sides.items():
+            times_ms[name].append(_p99_ms(source, seconds, work))
+    return times_ms
 
 
-def _p99_ms(url: str, seconds: float, work: Callable[[], None]) -> float:
+def _p99_ms(source: tuple[str, str], seconds: float, work: Callable[[], None]) -> float:
     """Return p99 of the requests of another process, which runs beside `work`, again and again."""
-    command = [sys.executable, "-m", "benchmarks.sink_requests", url, str(seconds)]
+    command = [sys.executable, "-m", "benchmarks.sink_requests", *source, str(seconds)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         while process.poll() is None:
             work()
@@ -164,6 +215,15 @@ def _p99_ms(url: str, seconds: float, work: Callable[[], None]) -> float:
                     continue
         assert process.stdout is not None and process.returncode == 0
         return float(json.loads(process.stdout.read())["p99_ms"])
+
+
+def _nothing() -> None:
+    """Let requests have the host to themselves."""
+
+
+def _made(directory: Path) -> Path:
+    directory.mkdir()
+    return directory
 
 
 def _seconds(function: Callable[[], object]) -> float:

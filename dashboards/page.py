@@ -22,7 +22,7 @@ from nicegui.element import Element
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from recpoint.catalog.overview.overview import CheckpointFacts, RunOverview
-from recpoint.dashboards import server_texts, texts
+from recpoint.dashboards import server_texts, sink_texts, texts
 from recpoint.dashboards.page_elements import (
     STYLE,
     Alerts,
@@ -36,6 +36,7 @@ from recpoint.dashboards.page_elements import (
     text,
 )
 from recpoint.dashboards.watched_runs import RunView, WatchedRun, WatchedRuns
+from recpoint.dashboards.watched_sinks import WatchedSink
 from recpoint.errors import SettingsError
 from recpoint.units import bytes_text, copied_text, counted, duration_text
 
@@ -284,12 +285,18 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def serve(
-    runs: WatchedRuns, *, host: str, port: int, on_ready: Callable[[str], None] | None = None
+    runs: WatchedRuns,
+    sinks: Sequence[WatchedSink] = (),
+    *,
+    host: str,
+    port: int,
+    on_ready: Callable[[str], None] | None = None,
 ) -> None:
     """Serve the page until SIGINT or SIGTERM.
 
     Args:
         runs: what it shows; looked at from here on.
+        sinks: stores that serving reads; looked at from here on.
         host: address to listen on; anybody who reaches it may read, and nobody may write.
         port: 0: any that is free.
         on_ready: called with the page's address once it can be opened.
@@ -303,17 +310,21 @@ def serve(
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> Any:
         runs.start()
+        for sink in sinks:
+            sink.start()
         try:
             yield
         finally:
             runs.stop()
+            for sink in sinks:
+                sink.stop()
 
     app = FastAPI(lifespan=lifespan, openapi_url=None)
     if host in _LOOPBACK:
         # A page of somebody else's that a browser has open must not reach this one by a name of
         # its own that leads to this address.
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost", "[::1]"])
-    _add_pages(runs)
+    _add_pages(runs, sinks)
     ui.run_with(app, title="recpoint", language="en-US", show_welcome_message=False)
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=2))
     asyncio.run(_serve(server, listener, lambda: on_ready(address) if on_ready else None))
@@ -351,10 +362,10 @@ def _in_url(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def _add_pages(runs: WatchedRuns) -> None:
+def _add_pages(runs: WatchedRuns, sinks: Sequence[WatchedSink]) -> None:
     @ui.page("/")
     def overview() -> None:
-        _page(lambda: _overview_page(runs.runs))
+        _page(lambda: _overview_page(runs.runs, sinks))
 
     @ui.page("/run/{index}")
     def one_run(index: int, window: str = "all") -> None:
@@ -381,8 +392,11 @@ def _unknown_page(count: int) -> Callable[[], None]:
     return lambda: None
 
 
-def _overview_page(runs: Sequence[WatchedRun]) -> Callable[[], None]:
-    """All runs in one table; those in trouble come first, each with its cause below its row."""
+def _overview_page(runs: Sequence[WatchedRun], sinks: Sequence[WatchedSink]) -> Callable[[], None]:
+    """All runs in one table; those in trouble come first, each with its cause below its row.
+
+    Sinks are in a table below it.
+    """
     heading(1, "recpoint: runs")
     summary = text("p", role="status")
     title = [""]
@@ -395,8 +409,10 @@ def _overview_page(runs: Sequence[WatchedRun]) -> Callable[[], None]:
         numbers=(2, 3, 4, 5, 6, 7, 9),
         remarks=True,
     )
+    fill_sinks = _sinks_part(sinks, runs)
 
     def fill() -> None:
+        fill_sinks()
         words = texts.summary_text(runs)
         summary.fill(words)
         _set_title(title, runs)
@@ -412,6 +428,24 @@ def _overview_page(runs: Sequence[WatchedRun]) -> Callable[[], None]:
         )
 
     return fill
+
+
+def _sinks_part(sinks: Sequence[WatchedSink], runs: Sequence[WatchedRun]) -> Callable[[], None]:
+    """All sinks in one table, in the order in which they were given; nothing if there are none."""
+    with section("Stores that serving reads") as box:
+        table = PageTable(
+            "What readers see, and since when they have lacked the newest checkpoint",
+            sink_texts.SINK_HEADINGS,
+            long=(1, 2),
+            numbers=(3, 4, 5),
+            remarks=True,
+        )
+    box.set_visibility(bool(sinks))
+    return lambda: table.fill(
+        [sink_texts.sink_row(sink, runs) for sink in sinks],
+        states=[sink_texts.sink_state(sink, runs) for sink in sinks],
+        remarks=[sink_texts.sink_trouble(sink) for sink in sinks],
+    )
 
 
 #: Which runs come first; the others stand in the order in which they were given.

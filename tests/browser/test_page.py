@@ -38,6 +38,8 @@ from recpoint.format.history import History
 from recpoint.format.manifest import Manifest, MeasuredLoss
 from recpoint.format.naming import GENERATION_KEY, MANIFEST_KEY, PART_KEY, ManifestName
 from recpoint.format.records import pack_record
+from recpoint.serving.sinks.opening import open_sink
+from recpoint.serving.sinks.publisher import SinkPublisher
 from recpoint.units import bytes_text, time_text
 from tests import catalog_builder
 from tests.agent_process import AgentProcess
@@ -213,6 +215,30 @@ def test_no_such_run(page: Page, tmp_path: Path) -> None:
         assert page.get_by_role("heading", level=1).inner_text() == "recpoint: runs"
         page.goto(address + "run/1")
         shows(page, "No such run")
+
+
+def test_stores_that_serving_reads_are_shown_live(page: Page, tmp_path: Path) -> None:
+    run, made = small_run(tmp_path / "run")
+    served, empty = f"sqlite:{tmp_path}/served.db", f"sqlite:{tmp_path}/empty.db"
+
+    def sink_cells(row: int) -> list[str]:
+        table = page.get_by_role("region", name="What readers see")
+        return table.locator("tbody tr:visible").nth(row).locator("th, td").all_inner_texts()
+
+    with open_sink(served) as sink:
+        SinkPublisher(run.url, sink).poll()
+        with dashboard(tmp_path / "log", run.url, "--sink", served, "--sink", empty) as address:
+            page.goto(address)
+            until(lambda: sink_cells(0)[0] == "up to date")
+            assert sink_cells(0)[1:6] == [served, run.url, "300", "1", "0 s"]
+            assert sink_cells(1)[:2] == ["empty", empty]
+            commit(run, 400, now_ms(), parent=made[-1])
+            until(lambda: sink_cells(0)[0] == "behind")
+            assert sink_cells(0)[5].endswith(", 1 checkpoint")
+            SinkPublisher(run.url, sink).poll()
+            until(lambda: sink_cells(0)[0] == "up to date")
+            assert sink_cells(0)[3:5] == ["400", "2"]
+            assert page.evaluate(LOW_CONTRAST) == [] and page.evaluate(CLIPPED) == []
 
 
 def test_the_values_are_the_catalogs(page: Page, tmp_path: Path) -> None:

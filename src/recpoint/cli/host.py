@@ -54,6 +54,12 @@ def serve_dashboard(
         list[str],
         typer.Argument(metavar="URL", help="Runs: local paths, s3://bucket/prefix, …"),
     ],
+    sink: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--sink", metavar="SINK", help="A store that publish-to fills; may be repeated."
+        ),
+    ] = None,
     interval: Annotated[
         float, typer.Option(min=0.2, max=3600.0, help="Seconds between two looks at a run.")
     ] = 5.0,
@@ -71,7 +77,10 @@ def serve_dashboard(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: any free one.")] = 8470,
     json_output: JsonOption = False,
 ) -> Result:
-    """Serve a page that shows runs live, from their catalogs alone, until SIGTERM or SIGINT."""
+    """Serve a page that shows runs live, from their catalogs alone, until SIGTERM or SIGINT.
+
+    Of each sink the page shows which checkpoint its readers see, as the sink itself says.
+    """
     if find_spec("nicegui") is None:
         raise SettingsError(
             "recpoint dashboard",
@@ -81,13 +90,15 @@ def serve_dashboard(
         )
     from recpoint.dashboards.page import serve
     from recpoint.dashboards.watched_runs import WatchedRuns
+    from recpoint.dashboards.watched_sinks import WatchedSink
 
     def ready(address: str) -> None:
         progress_console().print(f"the page is at {address}", soft_wrap=True)
 
     runs = WatchedRuns(urls, interval_seconds=interval, intervals=alarm_after)
-    serve(runs, host=host, port=port, on_ready=ready)
-    return Result({"runs": len(runs.runs)})
+    sinks = [WatchedSink(url, interval_seconds=interval) for url in dict.fromkeys(sink or ())]
+    serve(runs, sinks, host=host, port=port, on_ready=ready)
+    return Result({"runs": len(runs.runs), "sinks": len(sinks)})
 
 
 prometheus = typer.Typer(
