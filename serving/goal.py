@@ -44,7 +44,8 @@ class FollowerGoal:
         skipped: better checkpoints that are left out because of what validations say.
         newest: the newest checkpoint of the live line, whatever validations say of it.
         doubts: what validations said at that look.
-        published_ms: when the first of `names` was published; None: it was not.
+        published_ms: when the first publication after the served checkpoint's was made, as far as
+            the last ten say; None: nothing better is published.
     """
 
     names: Sequence[ManifestName]
@@ -102,18 +103,16 @@ def _published(run: Run, served: ManifestName | None) -> FollowerGoal:
         try:
             record = run.records(PUBLICATION).read(number)
         except (FormatError, ObjectNotFound) as error:
-            if served is not None:
+            if served is not None and not names:
                 raise  # an older publication is no reason to go back
             _log.warning("passing over publication %d: %s", number, error)
             continue
         name = ManifestName(record.checkpoint.step, record.checkpoint.generation)
         if name == served:
             break
-        if name not in names:
-            since_ms = since_ms or record.created_ms
+        since_ms = record.created_ms  # of ever older ones: a newer one must not restart the lag
+        if not names or (served is None and name not in names):
             names.append(name)
-        if served is not None:
-            break
     return FollowerGoal(
         names=names,
         skipped=(),

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from recpoint.catalog.run.publications import publish as publish_checkpoint
 from recpoint.dashboards.metrics.sink import SinkMetrics
 from recpoint.errors import RecpointError, SinkError
+from recpoint.format.naming import ManifestName
 from recpoint.serving.sinks.opening import open_sink
 from recpoint.serving.sinks.publisher import SinkPublisher
 from recpoint.testing.sinks import sink_version
@@ -88,3 +90,29 @@ def test_lag_counts_from_the_first_checkpoint_that_is_missing(tmp_path: Path) ->
         another.discard()
         publisher.poll()
         assert publisher.standing is not None and publisher.standing.lag_seconds == 0
+
+
+def test_lag_counts_from_the_first_publication_that_is_missing(tmp_path: Path) -> None:
+    """Publications that go on while a sink is away do not restart the lag."""
+    run = new_run(tmp_path / "run")
+    run.claim(None)
+    trainer = Trainer(run, [Table("users", torch.randn(50, 4))])
+    url = f"parquet:{tmp_path}/served"
+    with open_sink(url) as sink, open_sink(url) as another:
+        publisher = SinkPublisher(run.url, sink, channel="published")
+        published_ms = []
+        for step in (1, 2, 3):
+            trainer.commit(step)
+            published = publish_checkpoint(run, ManifestName(step, 1))
+            published_ms.append(published.record.created_ms)
+            if step == 1:
+                publisher.poll()
+                another.begin(sink_version(9), None)  # another publisher has the sink
+                continue
+            with pytest.raises(SinkError):
+                publisher.poll()
+            assert publisher.standing is not None
+            assert publisher.standing.waiting_since_ms == published_ms[1]
+        another.discard()
+        committed = publisher.poll()
+        assert committed is not None and committed.version.checkpoint.step == 3
