@@ -23,6 +23,7 @@ from recpoint.embeddings.cache.progress import CacheStats
 from recpoint.embeddings.cache.reader_plans import planned_cache
 from recpoint.embeddings.home.channel import GlooChannel
 from recpoint.embeddings.home.initial import Initial
+from recpoint.embeddings.tables.keyed import KeyCounts
 from recpoint.embeddings.tables.marks import Tracker
 from recpoint.embeddings.tables.optimizers import OptimizerWatch
 from recpoint.embeddings.tables.tables import Table, TableSource
@@ -31,6 +32,7 @@ from recpoint.lookahead.owned_rows import OwnedRows
 from recpoint.trainer_plugin.batches.count import BatchCount
 from recpoint.trainer_plugin.batches.signs import TrainingSigns
 from recpoint.trainer_plugin.integrations import RateSchedule, take_apart
+from recpoint.trainer_plugin.integrations.keyed import counts_by_table
 from recpoint.trainer_plugin.loss.meter import LossMeter
 from recpoint.trainer_plugin.loss.suitability import meter_of
 from recpoint.trainer_plugin.loss_setting import LossFigures
@@ -195,6 +197,11 @@ class Assembly:
     def loss_figures(self) -> LossFigures | None:
         """What rounding costs in loss; None: nobody asked for that."""
         return None if self.loss is None else self.loss.figures
+
+    @property
+    def key_counts(self) -> dict[str, KeyCounts]:
+        """What the keys of each keyed table did so far, by its name."""
+        return counts_by_table(self.trained.tables)
 
     @property
     def cache_stats(self) -> CacheStats | None:

@@ -8,6 +8,7 @@ from typing import Self
 
 from recpoint.counting import HistogramReading
 from recpoint.embeddings.cache.progress import CacheStats
+from recpoint.embeddings.tables.keyed import KeyCounts
 from recpoint.format.manifest import Kind
 from recpoint.format.servers import AllServers
 from recpoint.trainer_plugin.schedule.ledger import Statistics
@@ -45,7 +46,7 @@ class Observation:
         agent_running: whether an agent serves the staging area.
         staging_free_bytes: bytes that snapshots may take in the staging area; None: unknown.
         staging_bound_bytes: the most bytes that snapshots take.
-        cache: as in `Stats`.
+        cache, keyed: as in `Stats`.
         servers: how the embedding servers are; None: there are none.
     """
 
@@ -72,6 +73,7 @@ class Observation:
     staging_free_bytes: int | None
     staging_bound_bytes: int
     cache: CacheStats | None
+    keyed: Mapping[str, KeyCounts]
     servers: AllServers | None
 
     @classmethod
@@ -86,6 +88,7 @@ class Observation:
         pending: int,
         bound_bytes: int,
         cache: CacheStats | None,
+        keyed: Mapping[str, KeyCounts],
         servers: AllServers | None,
     ) -> Self:
         """Read the numbers, while training changes them.
@@ -95,7 +98,7 @@ class Observation:
             area: the staging area.
             safe_batches: batches up to the newest checkpoint that a restart finds.
             batches_done: batches that the model was trained with.
-            running, pending, cache, servers: as the attributes.
+            running, pending, cache, keyed, servers: as the attributes.
             bound_bytes: the most bytes that snapshots take in the staging area.
         """
         return cls(
@@ -122,5 +125,6 @@ class Observation:
             staging_free_bytes=area.room.free_bytes(),
             staging_bound_bytes=bound_bytes,
             cache=cache,
+            keyed=keyed,
             servers=servers,
         )

@@ -323,7 +323,9 @@ class CheckpointedTraining:
         """Return counts and timings of this process's checkpoints so far."""
         self.learn_outcomes()
         parts = self._parts
-        return self._statistics.read(self.batches_done, parts.cache_stats, parts.loss_figures)
+        return self._statistics.read(
+            self.batches_done, parts.cache_stats, parts.loss_figures, parts.key_counts
+        )
 
     @property
     def _statistics(self) -> Statistics:
@@ -345,6 +347,7 @@ class CheckpointedTraining:
             pending=0 if generation is None else generation.pipeline.pending,
             bound_bytes=parts.memory.own_bytes,
             cache=parts.cache_stats,
+            keyed=parts.key_counts,
             servers=None if cache is None or self._ranks.rank else cache.home.servers_now(),
         )
 

@@ -99,6 +99,16 @@ TRAINER_METRICS: Final = _table("recpoint", *_BUILD) + _table(
         "Batches whose rows a cache has, or has asked for, before they are trained.",
     ),
     (
+        *("keyed_rows", "gauge", "run table"),
+        "Rows of a keyed table that keys have now. Absent without such a table.",
+    ),
+    (
+        *("keys", "gauge", "run table result"),
+        "Keys of the table since training began, by result: inserted (got a row), evicted (lost it "
+        "to others or by age), refused (were looked up and not admitted). Lower again after a "
+        "restart, which goes back to a checkpoint.",
+    ),
+    (
         *("lost_servers", "gauge", "run"),
         "Embedding servers that were lost and whose rows are not all recovered. Rank 0 counts "
         "them. Absent without a cache.",

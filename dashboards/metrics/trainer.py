@@ -109,6 +109,12 @@ def _sample(samples: Samples, observation: Observation) -> None:
         add("cache_window_batches", cache.window)
         add("lost_servers", cache.lost_servers)
         add("lost_rows", cache.lost_rows)
+    for table, counts in observation.keyed.items():
+        samples.add("recpoint_trainer_keyed_rows", counts.rows_used, run=run, table=table)
+        keys = {name: getattr(counts, name) for name in ("inserted", "evicted", "refused")}
+        samples.add_each(
+            "recpoint_trainer_keys", keys.items(), label="result", run=run, table=table
+        )
     for server in () if observation.servers is None else observation.servers.each:
         number = str(server.number)
         found_rows = {"rows": server.rows, "known_rows": server.known_rows}

@@ -17,6 +17,7 @@ from recpoint.embeddings.keyed.eviction import Eviction, sorted_slots
 from recpoint.embeddings.keyed.expiry import Expiry
 from recpoint.embeddings.keyed.open_lookups import OpenLookups
 from recpoint.embeddings.keyed.slot_values import SlotValues
+from recpoint.embeddings.tables.keyed import KeyCounts
 from recpoint.embeddings.tables.tables import Marker
 from recpoint.errors import SettingsError
 from recpoint.kernels.key_map import KeyMap
@@ -99,6 +100,12 @@ class KeySlots:
         """Number of keys that have a slot."""
         self._settle()
         return len(self._map)
+
+    def counts_now(self) -> KeyCounts:
+        """Return what the keys did so far, in any thread; a change may be half counted."""
+        # Of a copy of the model, the map is made at its first use.
+        keys = getattr(self, "_map", ())
+        return KeyCounts(len(keys), self.inserted, self.evicted, self.refused)
 
     def keys(self) -> Tensor:
         """Return the keys that have slots, ascending: int64 [rows_used]."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, Final, NamedTuple, Never, Self, cast
+from typing import Any, Final, Never, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,32 +24,17 @@ from recpoint.embeddings.keyed.key_slots import KeySlots
 from recpoint.embeddings.keyed.loaded_states import refuse_half_state
 from recpoint.embeddings.keyed.slot_memory import LookupRows
 from recpoint.embeddings.keyed.steps import follow_optimizers
+from recpoint.embeddings.tables.keyed import KeyCounts
 from recpoint.embeddings.tables.lookups import refuse_capture
 from recpoint.embeddings.tables.tables import TABLE_DTYPES
 from recpoint.errors import ScriptingRefused, SettingsError
 
-__all__ = ["KeyCounts", "KeyedModule"]
+__all__ = ["KeyedModule"]
 
 _FIRST_VALUES: Final = Uniform()
 
 #: `KeyedModule._rows_outside_graphs`, which a compiled model calls between two graphs.
 _outside_graphs: list[Callable[[Any, Tensor], LookupRows]] = []
-
-
-class KeyCounts(NamedTuple):
-    """What has become of the keys that training looked up.
-
-    Attributes:
-        rows_used: keys that have a row now.
-        inserted: keys that have got a row, each time that they did.
-        evicted: keys that have lost their row, because another key needed it or it was too old.
-        refused: keys that were not admitted, once for each lookup.
-    """
-
-    rows_used: int
-    inserted: int
-    evicted: int
-    refused: int
 
 
 class KeyedModule(nn.Module):

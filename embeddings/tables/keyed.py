@@ -8,14 +8,30 @@ belongs to the keys that have none.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from recpoint.embeddings.tables.tables import Marker
 
-__all__ = ["KeyedSlots", "slots_of"]
+__all__ = ["KeyCounts", "KeyedSlots", "slots_of"]
+
+
+class KeyCounts(NamedTuple):
+    """What has become of the keys that training looked up.
+
+    Attributes:
+        rows_used: keys that have a row now.
+        inserted: keys that have got a row, each time that they did.
+        evicted: keys that have lost their row, because another key needed it or it was too old.
+        refused: keys that were not admitted, once for each lookup.
+    """
+
+    rows_used: int
+    inserted: int
+    evicted: int
+    refused: int
 
 
 @runtime_checkable
@@ -43,6 +59,9 @@ class KeyedSlots(Protocol):
     @property
     def rows_used(self) -> int:
         """Number of slots that keys have."""
+
+    def counts_now(self) -> KeyCounts:
+        """Return what the keys did so far, in any thread; a change may be half counted."""
 
     def refuse_optimizer(self, optimizer: Optimizer, group: Mapping[str, Any]) -> None:
         """Refuse an optimizer of which the first entries of a new key are not known.

@@ -20,12 +20,12 @@ from recpoint.catalog.restore.keyed_rows import KEY, naming_table
 from recpoint.catalog.restore.state import canonical_name
 from recpoint.embeddings.cache.cached_keys import CachedKeys, keyed_lookups_of
 from recpoint.embeddings.keyed.stored_state import state_faults
-from recpoint.embeddings.tables.keyed import KeyedSlots, slots_of
+from recpoint.embeddings.tables.keyed import KeyCounts, KeyedSlots, slots_of
 from recpoint.embeddings.tables.tables import Marker, Table
 from recpoint.errors import SettingsError
 from recpoint.trainer_plugin import mismatches
 
-__all__ = ["KeyedSource", "KeyedTable", "find"]
+__all__ = ["KeyedSource", "KeyedTable", "counts_by_table", "find"]
 
 _WHY_ALONE: Final = "keyed tables are trained in one process, on the CPU"
 
@@ -248,6 +248,13 @@ class KeyedSource:
         for table in self._tables:
             with naming_table(table.name):
                 table.slots.load_state_dict(states[0][table.name])
+
+
+def counts_by_table(tables: Iterable[Table]) -> dict[str, KeyCounts]:
+    """Return what the keys of each keyed table did so far, by its name, in any thread."""
+    return {
+        table.name: table.slots.counts_now() for table in tables if isinstance(table, KeyedTable)
+    }
 
 
 def _refuse_elsewhere(model: nn.Module, name: str, table: KeyedTable) -> None:

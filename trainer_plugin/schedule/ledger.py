@@ -9,11 +9,12 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median_low
 
 from recpoint.counting import CAUSES, Histogram, cause_of
 from recpoint.embeddings.cache.progress import CacheStats
+from recpoint.embeddings.tables.keyed import KeyCounts
 from recpoint.embeddings.tables.marks import Dirty, Tracker
 from recpoint.format.history import ChosenPrecision
 from recpoint.format.manifest import Kind
@@ -245,6 +246,7 @@ class Stats:
             and there is no `Lookahead`.
         cache: what the cache of the model's tables has done; None: no table is in a cache.
         loss: with `bits=Loss(...)`: what rounding costs in loss, and the price of a bit.
+        keyed: what the keys of each keyed table did so far, by its name; empty without such tables.
     """
 
     staged: int
@@ -264,6 +266,7 @@ class Stats:
     copied: CopiedRows | None
     cache: CacheStats | None
     loss: LossFigures | None = None
+    keyed: Mapping[str, KeyCounts] = field(default_factory=dict)
 
 
 class Statistics:
@@ -401,8 +404,9 @@ class Statistics:
         batches_done: int,
         cache: CacheStats | None = None,
         loss: LossFigures | None = None,
+        keyed: Mapping[str, KeyCounts] | None = None,
     ) -> Stats:
-        """Return the counters as they are now, with those of a cache and figures of a loss."""
+        """Return the counters as they are now, with those of a cache, a loss and keyed tables."""
         return Stats(
             staged=self.staged,
             committed=self.committed,
@@ -421,6 +425,7 @@ class Statistics:
             copied=self.copied,
             cache=cache,
             loss=loss,
+            keyed=keyed or {},
         )
 
 

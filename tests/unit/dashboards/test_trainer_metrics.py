@@ -31,6 +31,7 @@ from recpoint.errors import RecpointError, SettingsError, StaleWriter, StoreFull
 from recpoint.installation import install_command
 from tests.cached_training import Batches, cached_model, lookahead
 from tests.cached_training import train as train_cached
+from tests.keyed_training import KeyedTraining, keyed_checkpointer
 from tests.scraping import scrape, value
 from tests.torch_interpreter import run_program
 from tests.training_builder import Place, checkpointer, simple_training, train, until
@@ -93,7 +94,8 @@ def test_a_scrape_says_what_the_checkpointer_knows(place: Place) -> None:
             bound = value(found, "recpoint_trainer_staging_bound_bytes")
             assert bound == ckpt.memory_bound_bytes < free
             missing = exposed(TRAINER_METRICS) - {name for name, _ in found}
-            of_caches = ("_cache_", "_lost_", "_server_")  # and no table is in one
+            # No table is in a cache, and none is keyed.
+            of_caches = ("_cache_", "_lost_", "_server_", "_key")
             missing -= {name for name in missing if any(one in name for one in of_caches)}
             assert not missing
             assert {name for name, _ in found if "recpoint" in name} <= exposed(TRAINER_METRICS)
@@ -164,6 +166,26 @@ def test_what_a_cache_does_is_counted(place: Place) -> None:
     newest = run.manifest(*run.live_line()[0])
     assert newest.cache is not None and newest.cache.hits > 0
     assert "cache: 100.00% of" in terminal.stall_text(newest)
+
+
+def test_keys_are_counted_while_training_goes_on(place: Place) -> None:
+    training = KeyedTraining(9, admit=recpoint.Seen(times=2))
+    ckpt = keyed_checkpointer(training, place)
+    with recpoint.export_metrics(ckpt, port=0) as export, ckpt:
+        assert export.url is not None
+        assert ckpt.stats.keyed == {"users": (0, 0, 0, 0)}
+        ckpt.restore()
+        for _ in range(12):
+            training.batch()
+            ckpt.step()
+        counts = training.model.users.counts
+        assert ckpt.stats.keyed == {"users": counts} and min(counts) > 0
+        exposed_metrics = scrape(export.url)
+        labels = {"run": place.run, "table": "users"}
+        assert value(exposed_metrics, "recpoint_trainer_keyed_rows", **labels) == counts.rows_used
+        for result in ("inserted", "evicted", "refused"):
+            keys = value(exposed_metrics, "recpoint_trainer_keys", **labels, result=result)
+            assert keys == getattr(counts, result)
 
 
 def test_metrics_say_which_server_is_rebuilt_and_when_it_is_whole_again(place: Place) -> None:
