@@ -23,7 +23,7 @@ from recpoint.embeddings.keyed.eviction import Eviction, LeastRecent
 from recpoint.embeddings.keyed.key_slots import KeySlots
 from recpoint.embeddings.keyed.loaded_states import refuse_half_state
 from recpoint.embeddings.keyed.slot_memory import LookupRows
-from recpoint.embeddings.keyed.steps import follow_optimizers
+from recpoint.embeddings.keyed.steps import follow_optimizers, has_other_slots
 from recpoint.embeddings.tables.keyed import KeyCounts
 from recpoint.embeddings.tables.lookups import refuse_capture
 from recpoint.embeddings.tables.tables import TABLE_DTYPES
@@ -228,9 +228,20 @@ class KeyedModule(nn.Module):
         return self
 
     def _take_over_weight(self) -> None:
-        """Have rows of keys written into the parameter that torch has put in place of another."""
+        """Have rows of keys written into the parameter that was put in place of another.
+
+        Raises:
+            SettingsError: its row 0 has values, or another table has it.
+        """
         weight, rows = self.weight, self.slots.rows
         if weight is not rows.weight and isinstance(weight, Parameter):
+            if has_other_slots(weight, self.slots):
+                raise SettingsError(
+                    rows.subject,
+                    found="the weight of another keyed table, which gives its rows to other keys",
+                    expected="a weight for each table",
+                    next_step="use one module in both places, which may have several names",
+                )
             rows.weight = weight
             rows.refuse_row_0()
             rows.follow_weight()

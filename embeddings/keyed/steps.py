@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -14,7 +15,7 @@ from torch.optim.optimizer import (
 
 from recpoint.embeddings.keyed.key_slots import KeySlots
 
-__all__ = ["follow_optimizers"]
+__all__ = ["follow_optimizers", "has_other_slots"]
 
 _followed: weakref.WeakSet[KeySlots] = weakref.WeakSet()
 _hooks: list[Any] = []
@@ -29,6 +30,11 @@ def follow_optimizers(slots: KeySlots) -> None:
         # Of all optimizers, because that of a table is built after the table.
         _hooks.append(register_optimizer_step_pre_hook(_before_step))
         _hooks.append(register_optimizer_step_post_hook(_after_step))
+
+
+def has_other_slots(weight: Parameter, slots: KeySlots) -> bool:
+    """Whether another table has its rows in a weight, whose slots it gives to keys of its own."""
+    return any(other is not slots and other.rows.weight is weight for other in list(_followed))
 
 
 def _trained_by(optimizer: Optimizer) -> Iterator[tuple[KeySlots, Mapping[str, Any]]]:

@@ -77,6 +77,16 @@ def test_a_conversion_that_replaces_parameters() -> None:
     assert not table.weight[1].any()
 
 
+def test_a_weight_of_another_table() -> None:
+    first, second = _table(1), _table(2)
+    second.weight = first.weight
+    with pytest.raises(SettingsError, match="the weight of another keyed table"):
+        second(torch.tensor([2]))
+    assert first.keys().tolist() == [1]
+    second.weight = nn.Parameter(torch.zeros(4, 2))
+    second(torch.tensor([2]))
+
+
 def test_a_weight_whose_row_0_was_written() -> None:
     table = _table(1, 2)
     table.weight = nn.Parameter(torch.ones(4, 2))
