@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from recpoint.catalog.persist.priced_codes import priced_method
-from recpoint.catalog.persist.row_sums import row_sums
 from recpoint.format.job import QuantizerName
 from recpoint.kernels.allocation import WIDTHS, allocate
+from recpoint.kernels.allocation.sums import row_sums
 from recpoint.kernels.quantize import ASYMMETRIC, Method, dequantize, quantize
 
 __all__ = ["residual_price", "sampled_spans"]

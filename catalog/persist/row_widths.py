@@ -17,12 +17,11 @@ from recpoint.catalog.persist.block_rows import BlockRows, passes
 from recpoint.catalog.persist.plan import RowBlock
 from recpoint.catalog.persist.residual_price import residual_price, sampled_spans
 from recpoint.catalog.persist.residuals import BlockResiduals
-from recpoint.catalog.persist.row_sums import row_sums
 from recpoint.catalog.staging.job import StagedJob, state_name, values_name
 from recpoint.format.dtypes import item_bytes
 from recpoint.format.job import Allocation
 from recpoint.kernels import lookup_counts
-from recpoint.kernels.allocation import WIDTHS, allocate
+from recpoint.kernels.allocation import WIDTHS, allocate, weigh
 from recpoint.kernels.bit_packing.widths import packed_width
 
 __all__ = ["RowWidths", "importance", "row_widths", "with_fewer_chunks"]
@@ -95,8 +94,7 @@ def importance(states: Tensor, scale: float, initial: float = 0.0) -> Tensor:
     """
     if states.dtype is torch.uint8:
         states = lookup_counts.values(states)
-    sums = (states.unsqueeze(1).flatten(1).to(torch.float64) - initial).clamp(min=0.0)
-    return (row_sums(sums) * (scale / sums.shape[1])).to(torch.float32)
+    return weigh(states.unsqueeze(1).flatten(1).contiguous(), scale, initial=initial)
 
 
 def with_fewer_chunks(widths: RowWidths, dim: int) -> RowWidths:

@@ -7,7 +7,7 @@ from torch import Tensor
 from recpoint.kernels.allocation import cpu
 from recpoint.kernels.allocation.costs import EXACT, WIDTHS, row_bits
 
-__all__ = ["EXACT", "WIDTHS", "allocate", "row_bits"]
+__all__ = ["EXACT", "WIDTHS", "allocate", "row_bits", "weigh"]
 
 
 def allocate(rows: Tensor, importance: Tensor, price: float, *, exact_bits: int = 32) -> Tensor:
@@ -32,3 +32,20 @@ def allocate(rows: Tensor, importance: Tensor, price: float, *, exact_bits: int 
             finite; exact_bits is below 1.
     """
     return cpu.allocate(rows, importance, price, exact_bits=exact_bits)
+
+
+def weigh(states: Tensor, scale: float, *, initial: float = 0.0) -> Tensor:
+    """Return the importance of each row by a row state that sums up squared gradients: f32 [n].
+
+    It is `scale` times the mean of the row's values, each less `initial` and at least 0, rounded to
+    binary32 at the end. Values are added up in binary64, in the order of `row_sums`.
+
+    Args:
+        states: [n, m] of a float dtype, contiguous, on the CPU, m >= 1.
+        scale: above 0.
+        initial: the value with which the optimizer began the state.
+
+    Raises:
+        ValueError: the states have another shape, dtype or device.
+    """
+    return cpu.weigh(states, scale, initial=initial)

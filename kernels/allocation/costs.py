@@ -12,7 +12,15 @@ from recpoint.kernels.arguments import require
 from recpoint.kernels.bit_packing.widths import BITS, packed_width
 from recpoint.kernels.quantize.shapes import require_rows
 
-__all__ = ["BIAS", "EXACT", "SMALLEST_SPAN", "WIDTHS", "require_allocatable", "row_bits"]
+__all__ = [
+    "BIAS",
+    "EXACT",
+    "SMALLEST_SPAN",
+    "WIDTHS",
+    "require_allocatable",
+    "require_states",
+    "row_bits",
+]
 
 #: The widths of codes that a row can have.
 WIDTHS: Final = BITS
@@ -60,3 +68,18 @@ def require_allocatable(rows: Tensor, importance: Tensor, price: float, exact_bi
         raise ValueError(f"price: {price!r}, expected a finite number that is not negative")
     if exact_bits < 1:
         raise ValueError(f"exact_bits: {exact_bits!r}, expected 1 or more")
+
+
+def require_states(states: Tensor) -> None:
+    """Refuse row states that do not fit.
+
+    Raises:
+        ValueError: names what is expected.
+    """
+    if not states.dtype.is_floating_point:
+        raise ValueError(f"states: dtype {states.dtype}, expected a float dtype")
+    require("states", states, states.dtype, 2)
+    if not states.is_cpu:
+        raise ValueError(f"states: device {states.device}, expected cpu")
+    if states.shape[1] < 1:
+        raise ValueError("states: 0 values a row, expected 1 or more")

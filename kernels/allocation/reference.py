@@ -13,9 +13,10 @@ from recpoint.kernels.allocation.costs import (
     require_allocatable,
     row_bits,
 )
+from recpoint.kernels.allocation.sums import weighed
 from recpoint.kernels.quantize import reference as quantization
 
-__all__ = ["allocate", "squared_errors"]
+__all__ = ["allocate", "squared_errors", "weigh"]
 
 _SMALLEST_NORMAL = 2.0**-126
 
@@ -39,6 +40,11 @@ def allocate(rows: Tensor, importance: Tensor, price: float, *, exact_bits: int 
         best = torch.where(is_least, cost, best)
         widths[is_least] = width
     return widths
+
+
+def weigh(states: Tensor, scale: float, *, initial: float = 0.0) -> Tensor:
+    """Return the importance of each row by its row state: f32 [n]."""
+    return weighed(states.to(torch.float64), scale, initial)
 
 
 def squared_errors(rows: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -33,6 +33,19 @@ inline Floats half_below(Floats value) {
 
 inline Floats half_above(Floats value) { return half_from_zero(value); }
 
+// The value of binary16 nearest to any value, ties to even, as the scalar form.
+inline Floats half_nearest(Floats value) {
+    const Floats size = magnitude(value);
+    const Floats few_units = rounded(minimum(size, spread(SMALLEST_HALF)) * 0x1p24f) * 0x1p-24f;
+    // Without a sign, because the pattern of a NaN may overflow.
+    const Marks pattern = reinterpret_cast<Marks>(bits_of(size));
+    const Marks next = pattern + static_cast<uint32_t>(HALF_REST >> 1) + ((pattern >> 13) & 1);
+    const Floats normal = float_of(reinterpret_cast<Words>(next) & ~HALF_REST);
+    const Floats nearest = size >= SMALLEST_HALF ? normal : few_units;
+    const Floats with_sign = value < 0.0f ? -nearest : nearest;
+    return value == 0.0f ? value : with_sign;
+}
+
 // What the parameters of LANES rows have in common at all widths. All flags are -1 if set, else 0.
 struct LaneEnds {
     Floats low;
@@ -43,6 +56,17 @@ struct LaneEnds {
     Words is_constant;
     Words is_wide_constant;
 };
+
+// The ends of LANES rows that lie side by side.
+inline EndsOfRows ends_of_lanes(const Floats* values, int64_t dim) {
+    EndsOfRows keys = {0x7FFFFFFF - Words{}, -0x7FFFFFFF - 1 - Words{}};
+    for (int64_t k = 0; k < dim; ++k) {
+        const Words own_keys = keys_of(bits_of(values[k]));
+        keys.low = smaller(keys.low, own_keys);
+        keys.high = larger(keys.high, own_keys);
+    }
+    return keys;
+}
 
 inline LaneEnds lane_ends(EndsOfRows keys) {
     LaneEnds ends;
@@ -60,13 +84,26 @@ inline LaneEnds lane_ends(EndsOfRows keys) {
     return ends;
 }
 
-// The asymmetric parameters of LANES rows at a width, of binary16 if the row is not wide.
+// The asymmetric parameters of LANES rows at a width.
 struct LaneParameters {
     Floats scale;  // 0 if the row has no codes other than 0
     Floats offset;
     Words is_stored;  // not exact
     Words is_wide;    // means nothing if the row is exact
 };
+
+// Those of binary32.
+inline LaneParameters lane_single_parameters(const LaneEnds& ends, float levels) {
+    const Words is_spread = (ends.span >= TINY * levels) & (ends.span <= LARGE);
+    return {
+        is_spread ? ends.span / levels : Floats{},
+        ends.low,
+        ends.is_finite & (ends.is_constant | is_spread),
+        Words{},
+    };
+}
+
+// Those of binary16 if the row is not wide.
 
 inline LaneParameters lane_parameters(const LaneEnds& ends, float levels) {
     const Floats scale = ends.span / levels;

@@ -1,6 +1,6 @@
 #include "code.h"
-#include "lane_halves.h"
 #include "search.h"
+#include "side_by_side.h"
 
 namespace recpoint::RECPOINT_SET {
 namespace {
@@ -172,24 +172,41 @@ Room quantize_plain(const Given* given, int64_t rows, int64_t threads) {
     return {true};
 }
 
-// Loads a row into its lane, and stores its plain parameters.
-void load_lane(const Given& given, int64_t row, int lane, Block& block) {
-    const float* values = given.rows + row * given.dim;
-    const Ends ends = ends_of_row(values, given.dim);
-    const Parameters step = parameters_of_row(ends, block.levels, false, false);
-    const Parameters plain = parameters_of_row(ends, block.levels, false, given.in_half);
-    const bool is_live = plain.scale > 0.0f;
-    block.step[lane] = is_live ? step.scale : 1.0f;
-    block.low[lane] = is_live ? step.offset : 0.0f;
-    block.per_step[lane] = is_live ? 1.0f / step.scale : 1.0f;
-    block.plain.scale[lane] = is_live ? plain.scale : 1.0f;
-    block.plain.offset[lane] = is_live ? plain.offset : 0.0f;
-    block.halves[lane] = given.in_half && !plain.is_wide ? -1 : 0;
-    for (int64_t k = 0; k < given.dim; ++k) block.values[k][lane] = is_live ? values[k] : 0.0f;
-    given.scale[row] = plain.scale;
-    given.offset[row] = plain.offset;
-    given.exact[row] = plain.is_exact;
-    given.wide[row] = plain.is_wide;
+// Loads `n` rows into lanes, at most LANES; the last one again into lanes without a row. Returns
+// their plain parameters.
+LaneParameters load_rows(const Given& given, int64_t first, int64_t n, Block& block) {
+    put_side_by_side(given.rows + first * given.dim, n, given.dim, block.values);
+    const LaneEnds ends = lane_ends(ends_of_lanes(block.values, given.dim));
+    const LaneParameters single = lane_single_parameters(ends, block.levels);
+    const LaneParameters plain =
+        given.in_half ? lane_parameters(ends, block.levels) : single;
+    const Words is_live = plain.is_stored & (plain.scale > 0.0f);
+    const Floats one = spread(1.0f);
+    block.step = is_live ? single.scale : one;
+    block.low = is_live ? single.offset : Floats{};
+    block.per_step = is_live ? 1.0f / single.scale : one;
+    block.plain.scale = is_live ? plain.scale : one;
+    block.plain.offset = is_live ? plain.offset : Floats{};
+    block.halves = given.in_half ? ~plain.is_wide : Words{};
+    for (int64_t k = 0; k < given.dim; ++k) {
+        block.values[k] = is_live ? block.values[k] : Floats{};
+    }
+    return {
+        is_live ? plain.scale : Floats{},
+        plain.is_stored ? plain.offset : Floats{},
+        plain.is_stored,
+        plain.is_stored & plain.is_wide,
+    };
+}
+
+// Stores the parameters of `n` rows, at most LANES.
+void store_rows(const Given& given, int64_t first, int64_t n, const LaneParameters& parameters) {
+    const Bytes is_exact = __builtin_convertvector(parameters.is_stored + 1, Bytes);
+    const Bytes is_wide = __builtin_convertvector(-parameters.is_wide, Bytes);
+    memcpy(given.scale + first, &parameters.scale, n * sizeof(float));
+    memcpy(given.offset + first, &parameters.offset, n * sizeof(float));
+    memcpy(given.exact + first, &is_exact, n);
+    memcpy(given.wide + first, &is_wide, n);
 }
 
 void search_part(
@@ -205,18 +222,14 @@ void search_part(
     const Floats margin = spread(static_cast<float>(given.dim) * COST_MARGIN);
     for (int64_t first = start; first < stop; first += LANES) {
         const int64_t n = least<int64_t>(LANES, stop - first);
-        for (int lane = 0; lane < LANES; ++lane) {
-            // The last block repeats its last row in the lanes that are left.
-            load_lane(given, least(first + lane, stop - 1), lane, block);
-        }
+        LaneParameters chosen = load_rows(given, first, n, block);
         judge(search, block, block.plain);
         const Trial found = search.bins > 0 ? greedy(search, block) : refit(search, block);
-        const Words is_better = found.cost + margin <= block.plain.cost;
-        for (int lane = 0; lane < n; ++lane) {
-            if (!is_better[lane] || !(given.scale[first + lane] > 0.0f)) continue;
-            given.scale[first + lane] = found.scale[lane];
-            given.offset[first + lane] = found.offset[lane];
-        }
+        const Words is_better =
+            (found.cost + margin <= block.plain.cost) & (chosen.scale > 0.0f);
+        chosen.scale = is_better ? found.scale : chosen.scale;
+        chosen.offset = is_better ? found.offset : chosen.offset;
+        store_rows(given, first, n, chosen);
         write(given, first, n, codes);
     }
 }

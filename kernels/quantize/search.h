@@ -1,8 +1,7 @@
 // The searches for a better scale and offset, with a row in each lane. See this folder's README.
 #pragma once
 
-#include "lanes.h"
-#include "plain.h"
+#include "lane_halves.h"
 
 namespace recpoint::RECPOINT_SET {
 
@@ -69,19 +68,18 @@ inline void judge(const Search& search, const Block& block, Trial& trial) {
 // Rounds the parameters to their stored form. Parameters that cannot be stored become the plain
 // ones.
 inline void keep_representable(const Block& block, Trial& trial) {
-    for (int lane = 0; lane < LANES; ++lane) {
-        float scale = trial.scale[lane];
-        float offset = trial.offset[lane];
-        constexpr float finite = 0x1.fffffep127f;
-        bool is_usable = scale >= TINY && scale <= finite && magnitude(offset) <= finite;
-        if (is_usable && block.halves[lane]) {
-            scale = half_nearest(scale);
-            offset = half_nearest(offset);
-            is_usable = scale > 0.0f && scale <= LARGEST_HALF && magnitude(offset) <= LARGEST_HALF;
-        }
-        trial.scale[lane] = is_usable ? scale : block.plain.scale[lane];
-        trial.offset[lane] = is_usable ? offset : block.plain.offset[lane];
-    }
+    constexpr float finite = 0x1.fffffep127f;
+    const Words is_finite =
+        (trial.scale >= TINY) & (trial.scale <= finite) & (magnitude(trial.offset) <= finite);
+    const Floats half_scale = half_nearest(trial.scale);
+    const Floats half_offset = half_nearest(trial.offset);
+    const Words is_half = (half_scale > 0.0f) & (half_scale <= LARGEST_HALF) &
+                          (magnitude(half_offset) <= LARGEST_HALF);
+    const Words is_usable = is_finite & (~block.halves | is_half);
+    const Floats scale = block.halves ? half_scale : trial.scale;
+    const Floats offset = block.halves ? half_offset : trial.offset;
+    trial.scale = is_usable ? scale : block.plain.scale;
+    trial.offset = is_usable ? offset : block.plain.offset;
 }
 
 // The sums of least squares for the codes of a slope and shift. `codes` is the sum of the codes.

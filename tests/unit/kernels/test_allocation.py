@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from recpoint.kernels.allocation import EXACT, WIDTHS, allocate, reference, row_bits
+from recpoint.kernels.allocation import EXACT, WIDTHS, allocate, reference, row_bits, weigh
 from recpoint.kernels.quantize import dequantize, quantize
 from tests.unit.kernels.every import every
 
@@ -37,7 +37,7 @@ def _costs(rows: Tensor, importance: Tensor, price: float, width: int) -> Tensor
     return torch.where(exact, INF, cost)
 
 
-@every("dim", [1, 2, 7, 8, 16, 17, 64, 100])
+@every("dim", [1, 2, 7, 8, 12, 16, 17, 64, 100])
 @every("price", [0.0, 0.1])
 def test_no_other_width_costs_less(dim: int, price: float) -> None:
     rows, importance = _model(dim)
@@ -53,7 +53,7 @@ def test_no_other_width_costs_less(dim: int, price: float) -> None:
         assert set(widths.tolist()) == {*WIDTHS, EXACT}
 
 
-@every("dim", [1, 8, 17, 64])
+@every("dim", [1, 5, 8, 12, 17, 64])
 @every("price", [0.0, 1e-3, 1e20])
 def test_any_number_of_threads_gives_the_widths_of_the_reference(
     dim: int, price: float, threads: int
@@ -175,7 +175,34 @@ def test_the_choice_does_not_hang_on_a_thread_that_takes_subnormals_for_zeros() 
     assert torch.equal(widths, expected)
 
 
+@every("m", [1, 2, 3, 7, 12, 16, 37, 64])
+@every("dtype", [torch.float32, torch.float16, torch.float64])
+def test_importances_are_those_of_the_reference(m: int, dtype: torch.dtype, threads: int) -> None:
+    torch.manual_seed(m)
+    states = torch.exp(12.0 * torch.randn(61, m, dtype=torch.float64)).to(dtype)
+    states[3, 0], states[4, -1], states[5, 0] = NAN, INF, -INF
+    states[6], states[7, -1] = -1.0, 0.125
+    for scale, initial in ((0.5, 0.0), (1e-3, 0.125), (1e30, -2.0)):
+        expected = reference.weigh(states, scale, initial=initial)
+        importance = weigh(states, scale, initial=initial)
+        assert torch.equal(importance.nan_to_num(-1.0), expected.nan_to_num(-1.0))
+        assert torch.equal(importance.isnan(), expected.isnan())
+
+
+def test_values_of_a_row_state_are_added_up_in_binary64() -> None:
+    states = torch.tensor([[2.0**24, 1.0, 1.0, 1.0], [3e38, 3e38, 3e38, 3e38]])
+    assert weigh(states, 4.0).tolist() == [2.0**24 + 4.0, INF]  # 2^24 + 3, ties to even
+    assert weigh(states, 1.0).tolist() == [2.0**22 + 1.0, states[1, 0].item()]
+
+
+@every("states", [torch.zeros(2), torch.zeros(2, 0), torch.zeros(4, 3).t(), torch.ones(2, 2).int()])
+def test_row_states_that_do_not_fit_are_refused(states: Tensor) -> None:
+    with pytest.raises(ValueError, match="states: |contiguous"):
+        weigh(states, 1.0)
+
+
 def test_empty_input_gives_empty_output() -> None:
+    assert tuple(weigh(torch.zeros(0, 3), 1.0).shape) == (0,)
     assert tuple(allocate(torch.zeros(0, 5), torch.zeros(0), 1.0).shape) == (0,)
 
 

@@ -26,7 +26,7 @@ def squared_error(rows: Tensor, bits: int, method: Method) -> float:
 
 
 @pytest.mark.parametrize("method", SEARCHES, ids=lambda method: f"{method.name}-{method.bins}")
-@pytest.mark.parametrize("dim", [1, 7, 33])
+@pytest.mark.parametrize("dim", [1, 7, 12, 33])
 def test_any_number_of_threads_gives_the_bytes_of_the_reference(
     dim: int, method: Method, threads: int
 ) -> None:
