@@ -26,13 +26,11 @@ from recpoint.catalog.store.scheduler import ReadScheduler
 from recpoint.errors import ChainError, MalformedObject, MissingLink, ObjectNotFound
 from recpoint.format.job import Job
 from recpoint.format.manifest import Manifest
+from recpoint.kernels.residuals import subtract
 
 __all__ = ["BlockResiduals", "ResidualRows", "residuals_to", "staged_ids"]
 
 _log = logging.getLogger("recpoint")
-
-#: The root of the squared errors of 2^20 values is below this many times the largest of them.
-_MOST_ERROR: Final = 2.0**10
 
 #: Chunks of the full that are read at once.
 _READERS: Final = 2
@@ -51,29 +49,8 @@ def residuals_to(base: Tensor, rows: Tensor) -> Tensor:
         base: the rows as the full decodes to, [n, dim], of the table's dtype.
         rows: the staged rows, like `base`.
     """
-    lower = base.to(torch.float32)
-    residuals = rows.to(torch.float32) - lower
-    if not rows.numel():
-        return residuals
     most = torch.finfo(rows.dtype).max
-    # Rows are looked at one by one only where all together do not pass, and where the ends of a row
-    # are equal: both are rare.
-    if not float(_greatest(lower, dim=None) + _MOST_ERROR * _greatest(residuals, dim=None)) <= most:
-        greatest = _greatest(lower, dim=1) + _MOST_ERROR * _greatest(residuals, dim=1)
-        residuals[~(greatest <= most)] = torch.nan
-    may_be_constant = torch.nonzero(rows[:, 0] == rows[:, -1]).flatten()
-    candidates = rows[may_be_constant]
-    is_constant = (candidates == candidates[:, :1]).all(dim=1)
-    residuals[may_be_constant[is_constant]] = torch.nan
-    return residuals
-
-
-def _greatest(values: Tensor, dim: int | None) -> Tensor:
-    """Return the greatest absolute value, of all or of each row; NaN if there is a NaN."""
-    if dim is None:
-        least, most = values.aminmax()
-        return torch.maximum(-least, most)
-    return values.abs().amax(dim=dim)
+    return subtract(rows.to(torch.float32), base.to(torch.float32), most)
 
 
 def staged_ids(staged: StagedJob, table: int, spans: Sequence[range]) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from recpoint.catalog.restore.chunks import StoredRows
-from recpoint.catalog.restore.row_places import row_places
+from recpoint.catalog.restore.row_places import RowPlaces
 from recpoint.catalog.run.lineage import Representation
 from recpoint.errors import MalformedObject
 from recpoint.format.dtypes import item_bytes, torch_dtype
@@ -69,25 +69,33 @@ class BaseRows:
         self._spec = base.tables[table]
         self._wanted_rows = wanted_rows
         self._parts: list[StoredRows] = []
+        self._places = RowPlaces(len(wanted_rows))
 
     def add(self, stored: StoredRows) -> None:
         """Keep the values of one of the full's chunks; its memory may be used again."""
         part = stored.within(self._wanted_rows)
         if not len(part.rows):
             return
-        ids = part.rows if isinstance(part.rows, range) else part.rows.clone()
+        self._places.add(part.rows)
         # First values are computed again when they are asked for.
         kept = part.values if part.first is None else part.values[:0]
         values, scale, offset = (t.clone() for t in (kept, part.scale, part.offset))
         self._parts.append(
-            replace(part, rows=ids, values=values, scale=scale, offset=offset, row_states=())
+            replace(
+                part,
+                rows=range(len(part.rows)),  # the map knows them
+                values=values,
+                scale=scale,
+                offset=offset,
+                row_states=(),
+            )
         )
 
     @property
     def nbytes(self) -> int:
         """Bytes of the rows in memory."""
         kept = (t for part in self._parts for t in (part.values, part.scale, part.offset))
-        return sum(tensor.nbytes for tensor in kept)
+        return self._places.nbytes + sum(tensor.nbytes for tensor in kept)
 
     def values_of(self, ids: Tensor) -> Tensor:
         """Return rows decoded: [n, dim], of the table's dtype.
@@ -98,21 +106,30 @@ class BaseRows:
         Raises:
             MalformedObject: the full lacks a row.
         """
-        shape = (ids.numel(), self._spec.dim)
-        values = torch.empty(shape, dtype=torch_dtype(self._spec.dtype), device="cpu")
+        dtype = torch_dtype(self._spec.dtype)
+        values = torch.empty(ids.numel(), self._spec.dim, dtype=torch.float32, device="cpu")
         rows_added = 0
-        for part, found in zip(
-            self._parts, row_places([part.rows for part in self._parts], ids), strict=True
-        ):
-            if not found.ids.numel():
-                continue
-            if part.first is None:
-                rows = decoded_values(part.chosen(found.rows), self._spec)
+        for number, own_ids, positions in self._places.find(ids):
+            part = self._parts[number]
+            rows_added += own_ids.numel()
+            if part.first is None and part.scheme != "exact":
+                quantize.dequantize_rows(
+                    part.values,
+                    part.scale,
+                    part.offset,
+                    values,
+                    own_ids,
+                    bits=part.bits,
+                    positions=positions,
+                )
+            elif part.first is None:
+                exact = part.values.new_empty(own_ids.numel(), self._spec.dim)
+                row_gather.gather(part.values, positions, exact)
+                row_gather.scatter(exact.to(torch.float32), own_ids, values)
             else:
-                own_ids = ids[found.ids] + self._wanted_rows.start
-                rows = part.first.rows(self._spec, own_ids)
-            row_gather.scatter(rows.contiguous(), found.ids, values)
-            rows_added += len(rows)
+                row_ids = ids[own_ids] + self._wanted_rows.start
+                first = part.first.rows(self._spec, row_ids).to(torch.float32)
+                row_gather.scatter(first.contiguous(), own_ids, values)
         if rows_added != ids.numel():
             raise MalformedObject(
                 Representation.of(self._base).key,
@@ -120,7 +137,7 @@ class BaseRows:
                 expected="each row that a residual is stored of",
                 next_step="restore an older checkpoint: recpoint list URL",
             )
-        return values
+        return values.to(dtype)  # rounds what was decoded, and nothing else
 
     def restored(self, stored: StoredRows, positions: Tensor | None) -> Iterator[StoredRows]:
         """Yield residuals as rows of scheme `exact`, a few MiB at a time, in their order.

@@ -12,16 +12,16 @@
     namespace recpoint::set {                                                                    \
     extern const Operation allocation[], bit_packing[], copy_ahead[], dirty_bitmap[],            \
         dirty_rows[], erasure[], first_values[], key_map[], key_order[], key_sketch[],           \
-        lookup_counts[], moments[], quantize[], row_blocks[], row_digest[], row_gather[],        \
-        row_map[], row_set[], slot_map[];                                                        \
+        lookup_counts[], moments[], quantize[], residuals[], row_blocks[], row_digest[],         \
+        row_gather[], row_map[], row_set[], slot_map[];                                          \
     }
 #define TABLES(set)                                                                          \
     {                                                                                        \
         set::allocation, set::bit_packing, set::copy_ahead, set::dirty_bitmap,               \
             set::dirty_rows, set::erasure, set::first_values, set::key_map, set::key_order,  \
             set::key_sketch, set::lookup_counts, set::moments, set::quantize,                \
-            set::row_blocks, set::row_digest, set::row_gather, set::row_map, set::row_set,   \
-            set::slot_map                                                                    \
+            set::residuals, set::row_blocks, set::row_digest, set::row_gather, set::row_map, \
+            set::row_set, set::slot_map                                                      \
     }
 
 DECLARE(baseline)
@@ -33,7 +33,7 @@ DECLARE(avx512)
 namespace recpoint {
 namespace {
 
-constexpr int OPERATIONS = 19;
+constexpr int OPERATIONS = 20;
 
 struct InstructionSet {
     const char* name;

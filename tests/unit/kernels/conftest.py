@@ -37,6 +37,7 @@ _COMPARED = (
     "test_quantize",
     "test_quantize_rows",
     "test_quantize_searches",
+    "test_residuals",
     "test_row_blocks",
     "test_row_gather",
     "test_row_map",

@@ -55,6 +55,7 @@ def _on_cuda() -> set[tuple[str | None, str]]:
         "key_sketch",
         "lookup_counts",
         "moments",
+        "residuals",
         "row_blocks",
         "row_digest",
         "row_map",
