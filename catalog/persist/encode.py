@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from recpoint.catalog.persist.block_codes import CODED_ARRAYS
 from recpoint.catalog.persist.plan import (
     FIRST,
     ChunkGroup,
@@ -23,7 +24,6 @@ from recpoint.catalog.persist.plan import (
     rows_of_chunk,
     stored_forms,
 )
-from recpoint.catalog.persist.quantize import CODED_ARRAYS
 from recpoint.catalog.persist.row_states import stored_row_state
 from recpoint.catalog.persist.spool import (
     ChosenRows,

@@ -1,31 +1,31 @@
 """Runs the first step of a persist: quantizes the rows of a group (format §3.2, §3.3).
 
-The rows of a block are read twice if each has a width of its own: `row_widths` chooses the widths
-of all of them, and then each piece of the block is quantized in its widths. Rows that the trainer
-has quantized are read from the slot and checked (`staged_codes`).
+Rows of a block that each have a width of their own (`row_widths`) are quantized as soon as their
+widths are chosen. Rows that the trainer has quantized are read from the slot and checked
+(`staged_codes`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from recpoint.catalog.persist.block_codes import BlockCodes, Positions
 from recpoint.catalog.persist.block_rows import BlockRows, passes
 from recpoint.catalog.persist.first_rows import first_rows
 from recpoint.catalog.persist.plan import (
     FIRST,
     ChunkGroup,
     RowBlock,
-    StoredForm,
     stored_forms,
 )
 from recpoint.catalog.persist.quantizer_choice import Choice, choose_quantizer
 from recpoint.catalog.persist.residuals import BlockResiduals, ResidualRows
-from recpoint.catalog.persist.row_widths import RowWidths, row_widths
+from recpoint.catalog.persist.row_widths import PricedWidths, RowWidths, with_fewer_chunks
 from recpoint.catalog.persist.spool import (
     SpoolFile,
     extent_list,
@@ -35,19 +35,18 @@ from recpoint.catalog.persist.spool import (
 )
 from recpoint.catalog.persist.staged_codes import exact_span, staged_codes
 from recpoint.catalog.staging.job import StagedJob, values_name
-from recpoint.catalog.staging.slot_reading import Extent
-from recpoint.format.dtypes import Dtype, torch_dtype
+from recpoint.format.job import Allocation
 from recpoint.format.manifest import CODE_BITS, Quantizer
 from recpoint.kernels import row_gather
 from recpoint.kernels.allocation import EXACT
 from recpoint.kernels.implementation import on_cpu
 from recpoint.kernels.quantize import Method, PackedRows, quantize_packed
 
-__all__ = ["CODED_ARRAYS", "Quantization", "quantization_of", "quantize_group"]
+__all__ = ["Quantization", "quantization_of", "quantize_group"]
 
-#: The arrays of a chunk of codes, without the row states.
-CODED_ARRAYS = ("codes", "scale", "offset")
 _MOST_TEXT = 255
+
+_Mask = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 class Quantization(NamedTuple):
@@ -55,20 +54,6 @@ class Quantization(NamedTuple):
 
     quantizers: tuple[Quantizer, ...]
     implementation: str
-
-
-class _CodedRows(NamedTuple):
-    """Some rows of a pass, quantized to one width.
-
-    Attributes:
-        positions: int64 [n], ascending, positions in the pass; None: all rows of the pass.
-        bits: width of the codes.
-        packed: the n rows.
-    """
-
-    positions: Tensor | None
-    bits: int
-    packed: PackedRows
 
 
 def quantize_group(
@@ -147,105 +132,121 @@ def _quantize_block(
 ) -> dict[str, Any]:
     """Write the block's codes to the spool, and the index of each row's form in `stored_forms`."""
     table = staged.job.tables[block.table]
-    forms = stored_forms(table)
-    exact_form = len(forms) - 1
-    extents: list[dict[str, list[Extent]]] = [
-        {name: [] for name in CODED_ARRAYS} for _ in forms[:-1]
-    ]
-    form_of_row = torch.full((block.rows,), exact_form, dtype=torch.uint8, device="cpu")
+    codes = BlockCodes(stored_forms(table), block.rows, spool)
     is_first = first_rows(staged, block)
     if is_first is not None:
-        form_of_row[torch.from_numpy(is_first)] = forms.index(FIRST)
-    for rows, coded_rows in _coded(staged, block, method, residuals, is_first):
-        of_pass = form_of_row[rows.start : rows.stop]
-        for positions, bits, packed in coded_rows:
-            wide = packed.wide & ~packed.exact
-            masks: dict[Dtype, Tensor] = {"F16": ~(packed.exact | wide), "F32": wide}
-            for parameters, mask in masks.items():
-                if not bool(mask.any()):
-                    continue
-                form = forms.index(StoredForm(bits, parameters))
-                # Nearly always all rows are chosen, and nothing is copied.
-                chosen = None if bool(mask.all()) else mask
-                arrays = _chosen(chosen, packed, torch_dtype(parameters))
-                for name, array in zip(CODED_ARRAYS, arrays, strict=True):
-                    extents[form][name].append(spool.append(array.contiguous().numpy()))
-                if positions is None:
-                    of_pass[mask] = form
-                else:
-                    of_pass[positions if chosen is None else positions[chosen]] = form
+        codes.form_of_row[is_first] = stored_forms(table).index(FIRST)
+    if table.codes:
+        for rows, packed in staged_codes(staged, block):
+            codes.write(rows, None, table.bits, packed)
+    else:
+        values: BlockRows | BlockResiduals = BlockRows(staged, block, values_name(block.table))
+        if table.residual:
+            assert residuals is not None  # the job has a table with residuals
+            values = BlockResiduals(staged, block, residuals)
+        if table.allocation is not None:
+            _write_priced(staged, block, table.allocation, values, method, codes, is_first)
+        else:
+            widths = np.full(block.rows, table.bits, np.uint8)
+            if is_first is not None:
+                widths[is_first] = EXACT
+            for rows in passes(staged, block):
+                of_pass = widths[rows.start : rows.stop]
+                _write_pass(rows, values.read(rows), of_pass, (table.bits,), method, codes)
     return {
         "table": block.table,
         "number": block.number,
         "exact_first": exact_span(staged, block)[0] if table.codes else 0,
-        "forms": extent_list((spool.append(form_of_row.numpy()),))[0],
+        "forms": extent_list((spool.append(codes.form_of_row),))[0],
         "coded": [
             {name: extent_list(tuple(parts)) for name, parts in arrays.items()}
-            for arrays in extents
+            for arrays in codes.extents
         ],
     }
 
 
-def _coded(
+def _write_priced(
     staged: StagedJob,
     block: RowBlock,
+    allocation: Allocation,
+    values: BlockRows | BlockResiduals,
     method: Method,
-    residuals: ResidualRows | None,
-    is_first: np.ndarray[Any, np.dtype[np.bool_]] | None,
-) -> Iterator[tuple[range, list[_CodedRows]]]:
-    """Yield the block's rows a pass at a time, each pass with its quantized rows.
+    codes: BlockCodes,
+    is_first: _Mask | None,
+) -> None:
+    """Choose a width for each row of a block, and write the rows' codes.
 
-    Rows of a pass that are in none of its quantized rows are stored exactly, or, if `is_first` says
-    so, have their first values.
+    Whether a width has too few rows for a chunk shows at the end of the block. So rows are written
+    in the widths chosen, while they are in the caches, and rows of few widths once more.
     """
-    table = staged.job.tables[block.table]
-    if table.codes:
-        for rows, packed in staged_codes(staged, block):
-            yield rows, [_CodedRows(None, table.bits, packed)]
-        return
-    values: BlockRows | BlockResiduals = BlockRows(staged, block, values_name(block.table))
-    if table.residual:
-        assert residuals is not None  # the job has a table with residuals
-        values = BlockResiduals(
-            staged, block, residuals, are_read_twice=table.allocation is not None
-        )
-    widths: RowWidths | None = None
-    if table.allocation is not None:
-        widths = row_widths(staged, block, table.allocation, values)
-    if is_first is not None:
-        widths = np.full(block.rows, table.bits, np.uint8) if widths is None else widths
-        widths[is_first] = EXACT
-    for rows in passes(staged, block):
-        stored = values.read(rows)
-        if widths is None:
-            yield rows, [_quantized(stored, None, table.bits, method)]
-            continue
+    chooser = PricedWidths(staged, block, allocation, values)
+    chosen = np.empty(block.rows, np.uint8)
+    all_passes = passes(staged, block)
+
+    def write(rows: range, stored: Tensor, widths: RowWidths, bits_wanted: Sequence[int]) -> None:
         of_pass = widths[rows.start : rows.stop]
+        if is_first is not None:  # rows with their first values have no codes
+            of_pass = np.where(is_first[rows.start : rows.stop], np.uint8(EXACT), of_pass)
+        _write_pass(rows, stored, of_pass, bits_wanted, method, codes)
+
+    stored = torch.empty(0, device="cpu")
+    for rows in all_passes:
+        stored = values.read(rows)
+        chosen[rows.start : rows.stop] = chooser.of(rows, stored)
+        if len(all_passes) > 1:
+            write(rows, stored, chosen, CODE_BITS)
+    widths = with_fewer_chunks(chosen.copy(), staged.job.tables[block.table].spec.dim)
+    if len(all_passes) == 1:
+        write(all_passes[0], stored, widths, CODE_BITS)
+        return
+    is_moved = widths != chosen
+    bits_left = np.unique([chosen[is_moved], widths[is_moved]]).tolist()
+    codes.discard(bits_left)
+    for rows in all_passes if bits_left else ():
+        write(rows, values.read(rows), widths, bits_left)
+
+
+def _write_pass(
+    rows: range,
+    stored: Tensor,
+    widths: RowWidths,
+    bits_wanted: Sequence[int],
+    method: Method,
+    codes: BlockCodes,
+) -> None:
+    """Quantize those rows of a pass that have one of some widths, and write their codes.
+
+    Args:
+        rows: their positions in the block.
+        stored: what is quantized of them, [n, dim].
+        widths: of the rows of the pass.
+        bits_wanted: the wanted widths.
+        method: how scale and offset are found.
+        codes: takes the codes.
+    """
+    for bits in bits_wanted:
         # numpy finds the positions several times faster than torch does.
-        positions = {bits: np.flatnonzero(of_pass == bits) for bits in CODE_BITS}
-        yield (
-            rows,
-            [
-                _quantized(stored, torch.from_numpy(of_width), bits, method)
-                for bits, of_width in positions.items()
-                if of_width.size
-            ],
-        )
+        positions = np.flatnonzero(widths == bits)
+        if positions.size:
+            chosen = None if positions.size == len(widths) else positions
+            codes.write(rows, chosen, bits, _quantized(stored, chosen, bits, method))
 
 
-def _quantized(stored: Tensor, positions: Tensor | None, bits: int, method: Method) -> _CodedRows:
+def _quantized(
+    stored: Tensor, positions: Positions | None, bits: int, method: Method
+) -> PackedRows:
     """Quantize the rows [n, dim] at `positions`, int64 [m]; None: all rows."""
     chosen = stored
-    if positions is not None and len(positions) < len(stored):
+    if positions is not None:
         chosen = stored.new_empty(len(positions), stored.shape[1])
-        row_gather.gather(stored, positions, chosen)
+        row_gather.gather(stored, torch.from_numpy(positions), chosen)
     rows = chosen.to(torch.float32)
     packed = quantize_packed(rows, bits, method, half_parameters=True)
     if stored.dtype == torch.float64:
         # Only rows whose conversion to F32 is exact may be quantized (format §3.2).
         inexact = (rows.to(torch.float64) != chosen).any(dim=1)
         packed = packed._replace(exact=packed.exact | inexact)
-    return _CodedRows(positions, bits, packed)
+    return packed
 
 
 def _implementation(staged: StagedJob, tables: Sequence[int]) -> str:
@@ -253,13 +254,3 @@ def _implementation(staged: StagedJob, tables: Sequence[int]) -> str:
     job = staged.job
     names = {job.quantized_by if job.tables[table].codes else on_cpu() for table in tables}
     return "; ".join(sorted(names))
-
-
-def _chosen(
-    mask: Tensor | None, packed: PackedRows, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the rows that `mask` chooses (None: all), their parameters converted to `dtype`."""
-    codes, scale, offset = packed.packed, packed.scale, packed.offset
-    if mask is not None:
-        codes, scale, offset = codes[mask], scale[mask], offset[mask]
-    return codes, scale.to(dtype), offset.to(dtype)

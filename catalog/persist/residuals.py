@@ -38,9 +38,6 @@ _READERS: Final = 2
 #: Tables whose rows of the full stay in memory: those of the groups in work.
 _TABLES_AT_ONCE: Final = 2
 
-#: Residuals of a block that are kept from their first read to their second one.
-_KEPT_BYTES: Final = 64 << 20
-
 
 def residuals_to(base: Tensor, rows: Tensor) -> Tensor:
     """Return what is quantized of rows, f32 [n, dim]; NaN in a row that MUST be stored exactly.
@@ -192,22 +189,11 @@ class BlockResiduals:
         staged: the job.
         block: the block.
         residuals: the rows of the full.
-        are_read_twice: whether rows are read once more, in the same ranges; as many as fit into
-            64 MiB are kept for that.
     """
 
-    def __init__(
-        self,
-        staged: StagedJob,
-        block: RowBlock,
-        residuals: ResidualRows,
-        *,
-        are_read_twice: bool = False,
-    ) -> None:
+    def __init__(self, staged: StagedJob, block: RowBlock, residuals: ResidualRows) -> None:
         self._staged, self._block, self._residuals = staged, block, residuals
         self._values = BlockRows(staged, block, values_name(block.table))
-        self._kept: dict[range, Tensor] = {}
-        self._room_bytes = _KEPT_BYTES if are_read_twice else 0
 
     def read(self, rows: range) -> Tensor:
         """Return the residuals of some of the rows, f32 [n, dim], as `ResidualRows.of`.
@@ -219,14 +205,6 @@ class BlockResiduals:
             MalformedObject, StagingError: as `staged_ids`.
             RecpointError: as `ResidualRows.of`.
         """
-        kept = self._kept.pop(rows, None)
-        if kept is not None:
-            self._room_bytes += kept.nbytes
-            return kept
         first, table = self._block.first, self._block.table
         ids = staged_ids(self._staged, table, [range(first + rows.start, first + rows.stop)])
-        residuals = self._residuals.of(table, ids, self._values.read(rows))
-        if residuals.nbytes <= self._room_bytes:
-            self._room_bytes -= residuals.nbytes
-            self._kept[rows] = residuals
-        return residuals
+        return self._residuals.of(table, ids, self._values.read(rows))

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recpoint.catalog.persist.block_rows import BlockRows, passes
+from recpoint.catalog.persist.block_rows import BlockRows
 from recpoint.catalog.persist.plan import RowBlock
 from recpoint.catalog.persist.residual_price import residual_price, sampled_spans
 from recpoint.catalog.persist.residuals import BlockResiduals
@@ -24,7 +24,7 @@ from recpoint.kernels import lookup_counts
 from recpoint.kernels.allocation import WIDTHS, allocate, weigh
 from recpoint.kernels.bit_packing.widths import packed_width
 
-__all__ = ["RowWidths", "importance", "row_widths", "with_fewer_chunks"]
+__all__ = ["PricedWidths", "RowWidths", "importance", "with_fewer_chunks"]
 
 #: Bits of each row's codes, or `EXACT`: u8 [rows of the block].
 RowWidths = np.ndarray[Any, np.dtype[np.uint8]]
@@ -34,51 +34,63 @@ RowWidths = np.ndarray[Any, np.dtype[np.uint8]]
 _CHUNK_COST_BYTES = 4096
 
 
-def row_widths(
-    staged: StagedJob, block: RowBlock, allocation: Allocation, values: BlockRows | BlockResiduals
-) -> RowWidths:
-    """Choose the widths of a block's rows.
+class PricedWidths:
+    """Chooses the widths of a block's rows, pass by pass.
 
     Args:
         staged: the job.
         block: the block.
         allocation: of its table.
-        values: what is quantized of its rows.
+        values: what is quantized of its rows; residuals are read here, as a sample.
 
     Raises:
         StagingError: the slot cannot be read.
         RecpointError: as `ResidualRows.of`.
     """
-    spec = staged.job.tables[block.table].spec
-    exact_bits = 8 * item_bytes(spec.dtype)
-    price, scale = float.fromhex(allocation.price), float.fromhex(allocation.scale)
-    initial = 0.0 if allocation.initial is None else float.fromhex(allocation.initial)
-    states = BlockRows(staged, block, state_name(block.table, allocation.state))
 
-    def importance_of(rows: range) -> Tensor:
-        return importance(states.read(rows), scale, initial)
+    def __init__(
+        self,
+        staged: StagedJob,
+        block: RowBlock,
+        allocation: Allocation,
+        values: BlockRows | BlockResiduals,
+    ) -> None:
+        table = staged.job.tables[block.table]
+        self._states = BlockRows(staged, block, state_name(block.table, allocation.state))
+        self._scale = float.fromhex(allocation.scale)
+        self._initial = 0.0 if allocation.initial is None else float.fromhex(allocation.initial)
+        self._exact_bits = 8 * item_bytes(table.spec.dtype)
+        self._price = float.fromhex(allocation.price)
+        if isinstance(values, BlockResiduals):
+            whole = BlockRows(staged, block, values_name(block.table))
+            spans = sampled_spans(block.rows)
+            self._price = residual_price(
+                torch.cat([whole.read(rows).to(torch.float32, copy=True) for rows in spans]),
+                torch.cat([values.read(rows) for rows in spans]),
+                torch.cat([self._importance(rows) for rows in spans]),
+                self._price,
+                quantizer=table.quantizer,
+                exact_bits=self._exact_bits,
+            )
 
-    if isinstance(values, BlockResiduals):
-        whole = BlockRows(staged, block, values_name(block.table))
-        spans = sampled_spans(block.rows)
-        price = residual_price(
-            torch.cat([whole.read(rows).to(torch.float32, copy=True) for rows in spans]),
-            torch.cat([values.read(rows) for rows in spans]),
-            torch.cat([importance_of(rows) for rows in spans]),
-            price,
-            quantizer=staged.job.tables[block.table].quantizer,
-            exact_bits=exact_bits,
+    def of(self, rows: range, stored: Tensor) -> RowWidths:
+        """Return the widths of some of the rows.
+
+        Args:
+            rows: positions in the block.
+            stored: what is quantized of them, [n, dim].
+
+        Raises:
+            StagingError: the slot cannot be read.
+        """
+        importances = self._importance(rows)
+        widths = allocate(
+            stored.to(torch.float32), importances, self._price, exact_bits=self._exact_bits
         )
-    widths = np.empty(block.rows, np.uint8)
-    for rows in passes(staged, block):
-        chosen = allocate(
-            values.read(rows).to(torch.float32),
-            importance_of(rows),
-            price,
-            exact_bits=exact_bits,
-        )
-        widths[rows.start : rows.stop] = chosen.numpy()
-    return with_fewer_chunks(widths, spec.dim)
+        return widths.numpy()
+
+    def _importance(self, rows: range) -> Tensor:
+        return importance(self._states.read(rows), self._scale, self._initial)
 
 
 def importance(states: Tensor, scale: float, initial: float = 0.0) -> Tensor:
