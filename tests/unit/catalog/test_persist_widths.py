@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from recpoint.catalog.check.check import check
-from recpoint.catalog.persist import plan, row_widths
+from recpoint.catalog.persist import block_rows, plan, row_widths
 from recpoint.catalog.persist.encode import encoded_entries
 from recpoint.catalog.persist.persist import PersistJob, persist_job
 from recpoint.catalog.persist.spool import empty_spool
@@ -200,6 +200,20 @@ def test_few_rows_of_a_width_are_stored_in_more_bits(
     widths[widths != EXACT] = 8
     restored_rows = restored(run).tables["items"].values
     assert same(restored_rows.nan_to_num(), decoded(table.values, widths).nan_to_num())
+
+
+@pytest.mark.parametrize(("cost", "widths"), [(0, 6), (20, 5), (4096, 1)])
+def test_the_rows_that_are_read_at_once_change_nothing(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cost: int, widths: int
+) -> None:
+    """Of several passes, rows of too few are written in the next wider width at the end."""
+    monkeypatch.setattr(row_widths, "_CHUNK_COST_BYTES", cost)
+    path = stage(run, tmp_path / "s", [mixed_table()], step=1, generation=1)
+    whole = _encoded(path)
+    assert len({entry.bits for entry in whole if entry.scheme == "asymmetric"}) == widths
+    empty_spool(PersistJob.open(path).staged)
+    monkeypatch.setattr(block_rows, "_PASS_BYTES", 7 * 6 * 4)  # seven rows
+    assert _encoded(path) == whole
 
 
 @pytest.mark.parametrize(
