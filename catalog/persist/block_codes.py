@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from recpoint.catalog.persist.plan import StoredForm
+from recpoint.catalog.persist.plan import (
+    StoredForm,
+    chunk_numbers,
+    rows_of_chunk,
+    stored_forms,
+)
 from recpoint.catalog.persist.spool import SpoolFile
 from recpoint.catalog.staging.slot_reading import Extent
 from recpoint.format.dtypes import Dtype, torch_dtype
+from recpoint.format.job import StagedTable
 from recpoint.kernels.quantize import PackedRows
 
-__all__ = ["CODED_ARRAYS", "BlockCodes", "Positions"]
+__all__ = ["CODED_ARRAYS", "BlockCodes", "FormOfRow", "Positions", "positions_of_chunks"]
 
 #: The arrays of a chunk of codes, without the row states.
 CODED_ARRAYS = ("codes", "scale", "offset")
 
 Positions = np.ndarray[Any, np.dtype[np.int64]]
+#: Index of each row's form among the forms of its table.
+FormOfRow = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class BlockCodes:
@@ -39,7 +47,7 @@ class BlockCodes:
     def __init__(self, forms: Sequence[StoredForm], rows: int, spool: SpoolFile) -> None:
         self._forms, self._spool = forms, spool
         self._exact_form = len(forms) - 1
-        self.form_of_row = np.full(rows, self._exact_form, np.uint8)
+        self.form_of_row: FormOfRow = np.full(rows, self._exact_form, np.uint8)
         self.extents = [self._no_extents() for _ in forms[:-1]]
 
     def write(
@@ -97,3 +105,20 @@ def _chosen(
     if mask is not None:
         codes, scale, offset = codes[mask], scale[mask], offset[mask]
     return codes, scale.to(dtype), offset.to(dtype)
+
+
+def positions_of_chunks(
+    table: StagedTable, form_of_row: FormOfRow
+) -> Iterator[tuple[int, int, int, Positions]]:
+    """Yield each chunk of a block: index of its form, its number, rows before, and positions.
+
+    The rows before it are those of the same form. Positions are those of its rows in the block,
+    int64 [n], ascending.
+    """
+    forms = zip(stored_forms(table), chunk_numbers(table), strict=True)
+    for index, (form, numbers) in enumerate(forms):
+        positions = np.flatnonzero(form_of_row == index)
+        rows_each = rows_of_chunk(table, form)
+        starts = range(0, len(positions), rows_each)
+        for number, start in zip(numbers, starts, strict=False):
+            yield index, number, start, positions[start : start + rows_each]

@@ -13,18 +13,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from recpoint.catalog.persist.block_codes import CODED_ARRAYS
+from recpoint.catalog.persist.block_codes import CODED_ARRAYS, positions_of_chunks
 from recpoint.catalog.persist.plan import (
     FIRST,
     ChunkGroup,
     RowBlock,
     StateBlock,
     StoredForm,
-    chunk_numbers,
-    rows_of_chunk,
     stored_forms,
 )
-from recpoint.catalog.persist.row_states import stored_row_state
+from recpoint.catalog.persist.row_states import NarrowState, narrow_states
 from recpoint.catalog.persist.spool import (
     ChosenRows,
     Part,
@@ -180,6 +178,7 @@ def _exact_chunk(staged: StagedJob, block: RowBlock, spool: SpoolFile) -> _Plann
         ids=table.first_row + block.first if ids is None else ids,
         chosen=chosen,
         arrays=[_exact_values(staged, block, chosen)],
+        narrow=narrow_states(staged, block, [np.arange(block.rows)], spool)[0],
         spool=spool,
     )
 
@@ -192,32 +191,30 @@ def _quantized_chunks(
     form_of_row = _read_array(extent_from(quantized["forms"]), np.uint8)
     ids = _read_ids(staged, block)
     forms = stored_forms(table)
-    for index, (form, numbers) in enumerate(zip(forms, chunk_numbers(table), strict=True)):
-        positions = np.flatnonzero(form_of_row == index)
-        rows_each = rows_of_chunk(table, form)
-        starts = range(0, len(positions), rows_each)
-        for number, start in zip(numbers, starts, strict=False):
-            in_chunk = positions[start : start + rows_each]
-            chosen = _Chosen.of(in_chunk, spool)
-            if form == FIRST:
-                arrays = []
-            elif form.parameters is not None:
-                arrays = _codes(table, form, quantized["coded"][index], start, len(in_chunk))
-            elif table.codes:
-                first = quantized["exact_first"] + start
-                arrays = [_staged_exact_values(staged, block, first, len(in_chunk))]
-            else:
-                arrays = [_exact_values(staged, block, chosen)]
-            yield _row_chunk(
-                staged,
-                block,
-                number=block.number + number,
-                form=form,
-                ids=_chosen_ids(table, ids, block, in_chunk),
-                chosen=chosen,
-                arrays=arrays,
-                spool=spool,
-            )
+    chunks = list(positions_of_chunks(table, form_of_row))
+    narrow = narrow_states(staged, block, [positions for *_, positions in chunks], spool)
+    for (index, number, start, positions), of_chunk in zip(chunks, narrow, strict=True):
+        form, chosen = forms[index], _Chosen.of(positions, spool)
+        if form == FIRST:
+            arrays = []
+        elif form.parameters is not None:
+            arrays = _codes(table, form, quantized["coded"][index], start, len(positions))
+        elif table.codes:
+            first = quantized["exact_first"] + start
+            arrays = [_staged_exact_values(staged, block, first, len(positions))]
+        else:
+            arrays = [_exact_values(staged, block, chosen)]
+        yield _row_chunk(
+            staged,
+            block,
+            number=block.number + number,
+            form=form,
+            ids=_chosen_ids(table, ids, block, positions),
+            chosen=chosen,
+            arrays=arrays,
+            narrow=of_chunk,
+            spool=spool,
+        )
 
 
 def _codes(
@@ -273,6 +270,7 @@ def _row_chunk(
     ids: int | _Ids,
     chosen: _Chosen,
     arrays: list[_Array],
+    narrow: list[NarrowState | None],
     spool: SpoolFile,
 ) -> _PlannedChunk:
     """Plan one row chunk.
@@ -285,13 +283,14 @@ def _row_chunk(
         ids: the first id of a contiguous range, or all ids (whole table).
         chosen: the rows of the block.
         arrays: its values, or its codes and their parameters.
+        narrow: its row states that are stored narrower than staged.
         spool: takes what has to be written for the chunk.
     """
     job, table, rows = staged.job, staged.job.tables[block.table], chosen.rows
     if form == FIRST:
         arrays = [*arrays, *_common_states(staged, block, chosen)]
     else:
-        arrays = [*arrays, *_states(staged, block, chosen, spool)]
+        arrays = [*arrays, *_states(staged, block, chosen, narrow)]
     coding = RowSetCoding(coding="range", first=ids) if isinstance(ids, int) else None
     if coding is None:
         coded = row_set.encode(torch.from_numpy(ids))
@@ -352,21 +351,21 @@ def _chosen_ids(
     return int(rows[0]) if rows[-1] - rows[0] == len(rows) - 1 else rows
 
 
-def _states(staged: StagedJob, block: RowBlock, chosen: _Chosen, spool: SpoolFile) -> list[_Array]:
-    """Return the row states of the chosen rows; copy only those that are stored narrower."""
-    table = staged.job.tables[block.table]
+def _states(
+    staged: StagedJob, block: RowBlock, chosen: _Chosen, narrow: list[NarrowState | None]
+) -> list[_Array]:
+    """Return the row states of the chosen rows, where they lie."""
+    states = staged.job.tables[block.table].spec.row_states
     arrays = []
-    for index, (state, dtype) in enumerate(
-        zip(table.spec.row_states, table.state_dtypes, strict=True)
-    ):
-        part = _part(staged, state_name(block.table, index), block, chosen)
-        stored = stored_row_state(part, state, dtype, spool)
-        shape = (chosen.rows, *state.shape)
-        arrays.append(_Array(f"state.{index}", stored.dtype, shape, (stored.values,)))
-        if stored.grids is not None:
-            arrays.append(
-                _Array(f"state.{index}.grid", GRID_DTYPE, (chosen.rows,), (stored.grids,))
-            )
+    for index, (state, narrowed) in enumerate(zip(states, narrow, strict=True)):
+        name, shape = f"state.{index}", (chosen.rows, *state.shape)
+        if narrowed is None:
+            part = _part(staged, state_name(block.table, index), block, chosen)
+            arrays.append(_Array(name, state.dtype, shape, (part,)))
+            continue
+        arrays.append(_Array(name, narrowed.dtype, shape, narrowed.values))
+        if narrowed.grids:
+            arrays.append(_Array(f"{name}.grid", GRID_DTYPE, (chosen.rows,), narrowed.grids))
     return arrays
 
 

@@ -1,97 +1,118 @@
-"""Writes row states that are stored in fewer bits to the spool: rounded, or coded (format §3.5)."""
+"""Writes row states that are stored in fewer bits to the spool: rounded, or coded (format §3.5).
+
+A block's states are read once for all of its chunks, because each chunk has rows from everywhere
+in the block.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from math import prod
-from typing import Final, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from recpoint.catalog.persist.spool import Part, SpoolFile, pieces
-from recpoint.catalog.staging.slot_reading import Extent, read_into
-from recpoint.format.dtypes import Dtype, array_bytes
+from recpoint.catalog.persist.block_rows import BlockRows, passes
+from recpoint.catalog.persist.plan import RowBlock
+from recpoint.catalog.persist.spool import SpoolFile
+from recpoint.catalog.staging.job import StagedJob, state_name
+from recpoint.catalog.staging.slot_reading import Extent
+from recpoint.format.dtypes import Dtype
 from recpoint.format.manifest import RowStateSpec
 from recpoint.format.row_state import to_bfloat16
-from recpoint.kernels import moments
+from recpoint.kernels import moments, row_gather
 
-__all__ = ["StoredRowState", "stored_row_state"]
+__all__ = ["NarrowState", "narrow_states"]
 
-#: Staged bytes that are coded at once: few enough to fit the caches and to bound the memory.
-_PIECE_BYTES: Final = 1 << 20
+_Positions = np.ndarray[Any, np.dtype[np.int64]]
 
 
-class StoredRowState(NamedTuple):
-    """A row state of a chunk, and the dtype in which the chunk has it.
+class NarrowState(NamedTuple):
+    """A row state of a chunk as the spool has it.
 
     Attributes:
-        dtype: U8 for codes.
+        dtype: BF16, or U8 for codes.
         values: the values, or the codes.
-        grids: the grids of coded rows; None if the state is not coded.
+        grids: the grids of coded rows; none if the state is not coded.
     """
 
     dtype: Dtype
-    values: Part
-    grids: Part | None
+    values: tuple[Extent, ...]
+    grids: tuple[Extent, ...]
 
 
-def stored_row_state(
-    part: Part, state: RowStateSpec, dtype: Dtype, spool: SpoolFile
-) -> StoredRowState:
-    """Return a row state as a chunk stores it.
+def narrow_states(
+    staged: StagedJob, block: RowBlock, chunks: Sequence[_Positions], spool: SpoolFile
+) -> list[list[NarrowState | None]]:
+    """Return the row states of each chunk of a block; None for one that is stored as staged.
+
+    A state that has codes is stored as staged in the chunks that have a row without codes.
 
     Args:
-        part: the staged values of the chunk's rows.
-        state: the row state.
-        dtype: the wanted dtype: its own, BF16, or U8 for codes.
-        spool: takes what is not stored as staged.
+        staged: the job.
+        block: the block.
+        chunks: positions of the rows of each chunk in the block, int64 [n], ascending.
+        spool: takes the states.
 
-    Returns:
-        The row state. It is stored as staged, in its own dtype, if a row of it has no codes.
+    Raises:
+        StagingError: the slot cannot be read.
+        StagingFull: there is no room in the spool.
     """
-    if dtype == state.dtype:
-        return StoredRowState(dtype, part, None)
-    spool.flush()  # the mask of chosen rows is read from this file
+    table = staged.job.tables[block.table]
+    of_states = [
+        _narrow(staged, block, index, chunks, spool)
+        if dtype != state.dtype
+        else [None for _ in chunks]
+        for index, (state, dtype) in enumerate(
+            zip(table.spec.row_states, table.state_dtypes, strict=True)
+        )
+    ]
+    return [[states[number] for states in of_states] for number in range(len(chunks))]
+
+
+def _narrow(
+    staged: StagedJob,
+    block: RowBlock,
+    index: int,
+    chunks: Sequence[_Positions],
+    spool: SpoolFile,
+) -> list[NarrowState | None]:
+    """Return one state of each chunk."""
+    table = staged.job.tables[block.table]
+    state, dtype = table.spec.row_states[index], table.state_dtypes[index]
+    reader = BlockRows(staged, block, state_name(block.table, index))
+    narrowed: list[NarrowState | None] = [NarrowState(dtype, (), ()) for _ in chunks]
+    for rows in passes(staged, block):
+        spans = [np.searchsorted(positions, (rows.start, rows.stop)) for positions in chunks]
+        arrays, has_codes = _narrowed(reader.read(rows), state, dtype)
+        for number, (positions, (first, stop)) in enumerate(zip(chunks, spans, strict=True)):
+            before = narrowed[number]
+            if first == stop or before is None:
+                continue
+            own = torch.from_numpy(positions[first:stop] - rows.start)
+            if not bool(has_codes[own].all()):
+                narrowed[number] = None
+                continue
+            values, *grids = (spool.append(_chosen(array, own).numpy()) for array in arrays)
+            narrowed[number] = NarrowState(dtype, (*before.values, values), (*before.grids, *grids))
+    return narrowed
+
+
+def _narrowed(rows: Tensor, state: RowStateSpec, dtype: Dtype) -> tuple[list[Tensor], Tensor]:
+    """Return rows of F32 as bytes: rounded, or their codes and grids; and whether each has them."""
+    count = len(rows)
     if not state.is_coded(dtype):
-        return StoredRowState(dtype, _rounded(part, spool), None)
-    return _coded(part, state, spool) or StoredRowState(state.dtype, part, None)
+        rounded = to_bfloat16(rows.reshape(count, -1)).view(torch.uint8)
+        return [rounded], torch.ones(count, dtype=torch.bool, device="cpu")
+    coded = moments.encode(rows.reshape(count, -1))
+    return [coded.codes, coded.grids.view(count, 1).view(torch.uint8)], ~coded.refused
 
 
-def _rounded(part: Part, spool: SpoolFile) -> Extent:
-    """Round F32 values to the nearest BF16 and write them to the spool."""
-    offset, length = spool.append(b"").offset, 0
-    for piece in pieces(part):
-        values = torch.frombuffer(piece, dtype=torch.float32)
-        length += spool.append(to_bfloat16(values).view(torch.uint8).numpy()).length
-    return Extent(str(spool.path), offset, length)
-
-
-def _coded(part: Part, state: RowStateSpec, spool: SpoolFile) -> StoredRowState | None:
-    """Code rows of F32 and write codes and grids to the spool; None if a row has no codes."""
-    offset, length = spool.append(b"").offset, 0
-    grids: list[Tensor] = []
-    for piece in _whole_rows(part, array_bytes(state.dtype, state.shape)):
-        rows = torch.frombuffer(piece, dtype=torch.float32).view(-1, prod(state.shape))
-        coded = moments.encode(rows)
-        if bool(coded.refused.any()):
-            return None
-        length += spool.append(coded.codes.view(-1).numpy()).length
-        grids.append(coded.grids)
-    all_grids = torch.cat(grids).view(torch.uint8).numpy()
-    codes = Extent(str(spool.path), offset, length)
-    return StoredRowState("U8", codes, spool.append(all_grids))
-
-
-def _whole_rows(part: Part, row_bytes: int) -> Iterator[memoryview]:
-    """Yield a part's bytes, whole rows at a time; each piece is valid until the next one."""
-    if not isinstance(part, Extent):
-        yield from pieces(part)
-        return
-    path, offset, length = part
-    step = max(1, _PIECE_BYTES // row_bytes) * row_bytes
-    buffer = memoryview(bytearray(min(step, length)))
-    for first in range(0, length, step):
-        piece = buffer[: min(step, length - first)]
-        read_into(piece, Extent(path, offset + first, len(piece)))
-        yield piece
+def _chosen(array: Tensor, positions: Tensor) -> Tensor:
+    """Return the rows [n, bytes] at `positions`, int64 [m], ascending."""
+    if len(positions) == len(array):
+        return array
+    chosen = array.new_empty(len(positions), array.shape[1])
+    row_gather.gather(array, positions, chosen)
+    return chosen
