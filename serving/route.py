@@ -55,6 +55,7 @@ def find_route(
     read: Callable[[Representation], Manifest],
     tables: Collection[str] | None = None,
     avoid: Collection[str] = (),
+    prefers_changes: bool = False,
 ) -> Route:
     """Return the way to checkpoint `name` that reads the fewest bytes of rows.
 
@@ -70,6 +71,8 @@ def find_route(
         read: reads a manifest.
         tables: names of the tables whose rows are wanted; None: all.
         avoid: keys of manifests to do without.
+        prefers_changes: take a way that starts with a full only if there is no other, even if it
+            reads fewer bytes.
 
     Raises:
         ObjectNotFound: there is no such checkpoint.
@@ -96,18 +99,29 @@ def find_route(
             total = cost + _row_bytes(link, tables)
             heapq.heappush(ways, (total, next(number), choice, (link, *way)))
 
+    def route(
+        start: Literal["full", "served", "base"], cost: int, way: tuple[Manifest, ...]
+    ) -> Route:
+        passed = tuple(PassedOver.of(key, error) for key, error in errors.items())
+        beside = needed_beside(way, read, avoid)
+        chain = Chain(manifests=way, passed_over=passed, beside=beside)
+        return Route(chain=chain, start=start, row_bytes=cost, passed_over=passed)
+
     enter(0, name, ())
+    from_full: tuple[int, tuple[Manifest, ...]] | None = None
     while ways:
         cost, _, _, way = heapq.heappop(ways)
         first = way[0]
         start = _start(first, served, base)
+        if start == "full" and prefers_changes:
+            from_full = from_full or (cost, way)
+            continue
         if start is not None:
-            passed = tuple(PassedOver.of(key, error) for key, error in errors.items())
-            beside = needed_beside(way, read, avoid)
-            chain = Chain(manifests=way, passed_over=passed, beside=beside)
-            return Route(chain=chain, start=start, row_bytes=cost, passed_over=passed)
+            return route(start, cost, way)
         assert first.parent is not None
         enter(cost, ManifestName(first.parent.step, first.parent.generation), way)
+    if from_full is not None:
+        return route("full", *from_full)
     for error in errors.values():
         raise error
     raise ObjectNotFound(
@@ -187,6 +201,7 @@ class Routes:
         start: Manifest | None,
         base: Callable[[], Manifest | None] = lambda: None,
         line: Sequence[ManifestName] = (),
+        prefers_changes: bool = False,
     ) -> tuple[PassedOver, ...]:
         """Apply the cheapest route to a checkpoint, and where that is damaged, the next one.
 
@@ -197,6 +212,7 @@ class Routes:
             start: the checkpoint that is held in every row; None: nothing.
             base: returns the full that a route may start from too; None: none.
             line: checkpoints, newest first; its parents are probably among them.
+            prefers_changes: as for `find_route`.
 
         Returns:
             The damaged manifests that the route avoided.
@@ -210,7 +226,7 @@ class Routes:
         first: RecpointError | None = None
         while True:
             try:
-                route = self._find(name, avoid, line, start, base())
+                route = self._find(name, avoid, line, start, base(), prefers_changes)
             except DAMAGE as error:
                 raise first or error from None
             try:
@@ -245,6 +261,7 @@ class Routes:
         line: Sequence[ManifestName],
         start: Manifest | None,
         base: Manifest | None,
+        prefers_changes: bool,
     ) -> Route:
         consolidated = self._run.consolidated()
         # If nothing is held, a whole chain is read; else a few manifests: not worth guessing.
@@ -258,4 +275,5 @@ class Routes:
                 read=lambda representation: self._read(representation, ahead.read),
                 tables=self._tables,
                 avoid=avoid,
+                prefers_changes=prefers_changes,
             )

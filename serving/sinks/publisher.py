@@ -23,6 +23,7 @@ from recpoint.errors import (
     ForeignObject,
     RecpointError,
     SettingsError,
+    SinkError,
     UnsupportedVersion,
 )
 from recpoint.format.manifest import Manifest
@@ -31,12 +32,14 @@ from recpoint.format.records import CheckpointRef
 from recpoint.kernels import row_digest
 from recpoint.serving.goal import CHANNELS, Channel, FollowerGoal, find_wanted
 from recpoint.serving.route import Route, Routes
+from recpoint.serving.sinks.backlog import Backlog
+from recpoint.serving.sinks.budgeted import BudgetedRows
 from recpoint.serving.sinks.contract import Sink
 from recpoint.serving.sinks.records import CommittedVersion, SinkVersion, TableChange
 from recpoint.serving.sinks.row_stream import RowStream, streamed_tables
 from recpoint.serving.update import OnProgress
 
-__all__ = ["SinkPublisher", "SinkStanding"]
+__all__ = ["Budget", "SinkPublisher", "SinkStanding"]
 
 _log = logging.getLogger("recpoint.serving")
 
@@ -65,6 +68,20 @@ class SinkStanding(NamedTuple):
         return 0.0 if since_ms is None else max(0.0, time.time() - since_ms / 1000)
 
 
+class Budget(NamedTuple):
+    """How much of a version is published at once, most changed rows first.
+
+    Attributes:
+        size_bytes: of the rows of a version, and of their ids. Rows that have waited as long as
+            they may, deletions and dense layers go whatever it is, and so does a version that comes
+            anew.
+        most_versions: no row stands at an older version than so many before the sink's.
+    """
+
+    size_bytes: int
+    most_versions: int = 16
+
+
 class SinkPublisher:
     """Brings versions of a run to a sink; for one thread at a time.
 
@@ -77,6 +94,8 @@ class SinkPublisher:
         tables: names of the tables that the sink is to hold; None: all.
         channel: which checkpoints are published: as for `recpoint.Follower`.
         replace: whether a sink that holds another run gets this one.
+        budget: defers the rows of a version that changed least; None: all rows come, also those
+            that were deferred before.
         threads: chunks read at once.
 
     Attributes:
@@ -94,8 +113,16 @@ class SinkPublisher:
         tables: Collection[str] | None = None,
         channel: Channel = "newest",
         replace: bool = False,
+        budget: Budget | None = None,
         threads: int = 2,
     ) -> None:
+        if budget is not None and min(budget) < 1:
+            raise SettingsError(
+                "budget",
+                found=f"{budget.size_bytes} bytes, {budget.most_versions} versions",
+                expected="1 byte or more, and 1 version or more",
+                next_step="see recpoint publish-to --help",
+            )
         if channel not in CHANNELS:
             raise SettingsError(
                 "channel",
@@ -108,6 +135,7 @@ class SinkPublisher:
         self._tables = None if tables is None else frozenset(tables)
         self._channel: Channel = channel
         self._replace = replace
+        self._budget = budget
         self._threads = threads
         self._has_wanted_tables_of: CheckpointRef | None = None
         self._failed: dict[ManifestName, tuple[float, RecpointError]] = {}
@@ -138,15 +166,17 @@ class SinkPublisher:
         goal = find_wanted(run, self._channel, served)
         self.standing = SinkStanding(committed, self._waiting_since(run, goal), now_ms())
         routes = Routes(run, self._tables)
-        self._failed = {name: self._failed[name] for name in goal.names if name in self._failed}
-        for name in goal.names:
+        names = list(goal.names)
+        if served is not None and self._is_to_complete(committed):
+            names.append(served)
+        self._failed = {name: self._failed[name] for name in names if name in self._failed}
+        for name in names:
             recent_damage = self._recent_damage(name)
             if recent_damage is not None:
                 error = error or recent_damage
                 continue
-            begun = self._sink.position().begun  # a checkpoint before, if that was damaged
             try:
-                self._publish(run, routes, name, held, begun, goal.names, on_progress)
+                self._publish(run, routes, name, held, goal.names, on_progress)
             except UnsupportedVersion:
                 raise
             except DAMAGE as damage:
@@ -160,6 +190,10 @@ class SinkPublisher:
         if error is not None:
             raise error
         return committed
+
+    def _is_to_complete(self, committed: CommittedVersion | None) -> bool:
+        """Whether deferred rows are to come, although the checkpoint may be the newest."""
+        return self._budget is None and committed is not None and committed.deferred is not None
 
     def _waiting_since(self, run: Run, goal: FollowerGoal) -> int | None:
         """Return when the first checkpoint that the sink lacks was committed or published."""
@@ -209,30 +243,59 @@ class SinkPublisher:
         routes: Routes,
         name: ManifestName,
         held: SinkVersion | None,
-        begun: SinkVersion | None,
         line: Sequence[ManifestName],
         on_progress: OnProgress | None,
     ) -> None:
         manifest = run.manifest(*name)
         tables, logical = streamed_tables(manifest, self._tables)
         version = SinkVersion(run=run.id, checkpoint=manifest.ref, tables=tables)
-        start = self._start(routes, held, begun, version)
+        position = self._sink.position()  # again: a checkpoint before may have been damaged
+        committed = position.committed
+        start = self._start(routes, held, position.begun, version)
+        backlog = Backlog()
+        if start is not None and committed is not None and committed.deferred is not None:
+            backlog = self._backlog(committed)
+            start = self._start_of_deferred(routes, start, backlog, name, line)
 
         def apply(route: Route) -> bool:
+            is_anew = route.start == "full" or held is None or committed is None
             bringing = _Bringing(self._sink, version)
-            parent = None if route.start == "full" or held is None else held.checkpoint
-            stream = RowStream(logical, bringing, is_anew=parent is None)
-            self._sink.begin(version, parent)
+            budgeted = None
+            if self._budget is not None and not is_anew and committed is not None:
+                budgeted = BudgetedRows(
+                    bringing,
+                    version,
+                    committed,
+                    backlog,
+                    budget_bytes=self._budget.size_bytes,
+                    most_versions=self._budget.most_versions,
+                )
+            stream = RowStream(
+                logical,
+                bringing if budgeted is None else budgeted,
+                is_anew=is_anew,
+                with_importance=budgeted is not None,
+            )
+            self._sink.begin(version, None if is_anew or held is None else held.checkpoint)
             try:
+                self._require_held(committed)
                 chunks = StoreChunks(run.store)
                 ChainReading(chunks, route.chain, {}, on_progress).run(stream, self._threads)
-                self._sink.commit(stream.dense, bringing.changes)
+                deferred = Backlog() if budgeted is None else budgeted.finish()
+                dense = deferred.beside(stream.dense, version)
+                self._sink.commit(dense, bringing.changes(deferred))
             finally:
                 self._sink.discard()
             return True
 
         with lease(run, purpose="publish_to", covers=[manifest.ref]):
-            routes.take(name, apply, start=start, line=line)
+            routes.take(
+                name,
+                apply,
+                start=start,
+                line=line,
+                prefers_changes=self._budget is not None,
+            )
 
     def _start(
         self,
@@ -244,11 +307,51 @@ class SinkPublisher:
         """Return the checkpoint whose rows the sink holds and may keep; None: all come anew."""
         if held is None or held.tables != version.tables or begun not in (None, version):
             return None
-        try:
-            manifest = routes.read(Representation(_name(held)))
-        except DAMAGE:
-            return None
-        return manifest if manifest.ref == held.checkpoint else None
+        return _manifest_of(routes, held.checkpoint)
+
+    def _require_held(self, committed: CommittedVersion | None) -> None:
+        """Require that no other publisher has brought a version; from `begin` on none can.
+
+        Raises:
+            SinkError: one has. It may be of the same checkpoint, with fewer deferred rows.
+        """
+        held = self._sink.position().committed
+        if held != committed:
+            raise SinkError(
+                self._sink.url,
+                found="a version that another publisher brought meanwhile",
+                expected="one publisher for each sink",
+                next_step="end one of them; the next look of this one begins with that version",
+            )
+
+    def _backlog(self, committed: CommittedVersion) -> Backlog:
+        """Return the rows that the sink holds of older versions than its own."""
+        with self._sink.reading() as reading:
+            return Backlog.of_dense(reading.dense(), committed.version, url=self._sink.url)
+
+    def _start_of_deferred(
+        self,
+        routes: Routes,
+        held: Manifest,
+        backlog: Backlog,
+        name: ManifestName,
+        line: Sequence[ManifestName],
+    ) -> Manifest | None:
+        """Return the oldest checkpoint that a deferred row stands at; None: all come anew.
+
+        All that differs between the sink and a checkpoint that follows from the held one has
+        changed since then. Of a checkpoint that does not follow from it, that is not known.
+        """
+        follows = name == ManifestName(held.step, held.generation)
+
+        def look(route: Route) -> bool:
+            nonlocal follows
+            follows = route.start == "served"
+            return True
+
+        if not follows:
+            routes.take(name, look, start=held, line=line, prefers_changes=True)
+        return _manifest_of(routes, backlog.checkpoints[backlog.numbers[0]]) if follows else None
 
 
 class _Bringing:
@@ -261,7 +364,7 @@ class _Bringing:
         self._deleted: Counter[str] = Counter()
         self._digests: Counter[str] = Counter()
 
-    def put(self, table: str, ids: Tensor, rows: Tensor) -> None:
+    def put(self, table: str, ids: Tensor, rows: Tensor, importance: Tensor | None) -> None:
         self._sink.put(table, ids, rows)
         self._rows[table] += len(ids)
         self._digests[table] = (self._digests[table] + row_digest.digest(rows, ids)) & _MASK
@@ -274,17 +377,26 @@ class _Bringing:
         with self._sink.reading() as reading:
             return reading.lookup(table, ids)
 
-    @property
-    def changes(self) -> list[TableChange]:
+    def changes(self, deferred: Backlog) -> list[TableChange]:
         return [
             TableChange(
                 table=table.name,
                 rows_put=self._rows[table.name],
                 rows_deleted=self._deleted[table.name],
                 digest=f"{self._digests[table.name]:016x}",
+                deferred=deferred.summary(table),
             )
             for table in self._version.tables
         ]
+
+
+def _manifest_of(routes: Routes, checkpoint: CheckpointRef) -> Manifest | None:
+    """Return the manifest of a checkpoint; None: it is damaged or deleted, or another attempt's."""
+    try:
+        manifest = routes.read(Representation(ManifestName(checkpoint.step, checkpoint.generation)))
+    except DAMAGE:
+        return None
+    return manifest if manifest.ref == checkpoint else None
 
 
 def _name(version: SinkVersion) -> ManifestName:

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from recpoint.errors import UnknownRow
 from recpoint.format.records import CheckpointRef
+from recpoint.serving.sinks.backlog import without_backlog
 from recpoint.serving.sinks.contract import SinkReading
 from recpoint.serving.sinks.opening import open_sink
-from recpoint.serving.sinks.records import SinkTable
+from recpoint.serving.sinks.records import DeferredRows, SinkTable
 
 __all__ = ["SinkReader", "SinkVersionReader"]
 
@@ -40,6 +41,11 @@ class SinkVersionReader:
     def number(self) -> int:
         """Number of the version; each later version of the sink has a higher one."""
         return self._reading.version.number
+
+    @property
+    def deferred(self) -> DeferredRows | None:
+        """Rows that a budget left at older versions, and the oldest of these; None: none."""
+        return self._reading.version.deferred
 
     def lookup(self, table: str, ids: Tensor) -> Tensor:
         """Return rows `ids` [...] of a table: [..., dim] of the table's dtype, in new memory.
@@ -87,7 +93,7 @@ class SinkVersionReader:
         Raises:
             NotServing, SinkError: as for `lookup`.
         """
-        return self._reading.dense()
+        return without_backlog(self._reading.dense())
 
 
 class SinkReader:

@@ -16,7 +16,15 @@ from recpoint.format.records import (
 )
 from recpoint.format.untrusted_json import parse_json
 
-__all__ = ["EMPTY_FIRST", "CommittedVersion", "SinkTable", "SinkVersion", "TableChange", "parsed"]
+__all__ = [
+    "EMPTY_FIRST",
+    "CommittedVersion",
+    "DeferredRows",
+    "SinkTable",
+    "SinkVersion",
+    "TableChange",
+    "parsed",
+]
 
 #: What to do with a sink whose records or rows are damaged.
 EMPTY_FIRST: Final = (
@@ -70,6 +78,22 @@ class SinkVersion(Part):
         return next((table for table in self.tables if table.name == name), None)
 
 
+class DeferredRows(Part):
+    """Rows of a table that a version under a budget left as they were at an older version.
+
+    Attributes:
+        rows: how many there are.
+        size_bytes: of these rows.
+        oldest: the oldest checkpoint that one of them stands at.
+        oldest_number: number of the sink's version that had this checkpoint.
+    """
+
+    rows: Annotated[int, Field(ge=1)]
+    size_bytes: Annotated[int, Field(ge=1)]
+    oldest: CheckpointRef
+    oldest_number: Annotated[int, Field(ge=1, lt=2**48)]
+
+
 class TableChange(Part):
     """What a version brought to one table of the sink.
 
@@ -78,12 +102,14 @@ class TableChange(Part):
         rows_put: rows that were put.
         rows_deleted: rows that were deleted.
         digest: sum of the digests of the rows that were put (format §3.6), 16 hex digits.
+        deferred: rows that did not come yet; None: all rows are those of the version.
     """
 
     table: str
     rows_put: Annotated[int, Field(ge=0)]
     rows_deleted: Annotated[int, Field(ge=0)]
     digest: Annotated[str, Field(pattern=r"\A[0-9a-f]{16}\z")]
+    deferred: DeferredRows | None = None
 
 
 class CommittedVersion(Part):
@@ -102,6 +128,20 @@ class CommittedVersion(Part):
     parent: CheckpointRef | None
     changes: Annotated[tuple[TableChange, ...], Field(strict=False)]
     committed_ms: Annotated[int, Field(ge=0, lt=2**53)]
+
+    @property
+    def deferred(self) -> DeferredRows | None:
+        """The rows of all tables that stand at older versions; None: there are none."""
+        of_tables = [change.deferred for change in self.changes if change.deferred is not None]
+        if not of_tables:
+            return None
+        oldest = min(of_tables, key=lambda deferred: deferred.oldest_number)
+        return DeferredRows(
+            rows=sum(deferred.rows for deferred in of_tables),
+            size_bytes=sum(deferred.size_bytes for deferred in of_tables),
+            oldest=oldest.oldest,
+            oldest_number=oldest.oldest_number,
+        )
 
 
 def parsed(kind: type[PartT], data: bytes | str, *, name: str) -> PartT:

@@ -20,6 +20,7 @@ __all__ = [
     "bytes_of_dense",
     "bytes_of_rows",
     "dense_of_bytes",
+    "equal_rows",
     "joined_bytes",
     "rows_of_bytes",
     "table_of",
@@ -72,6 +73,12 @@ def rows_of_bytes(
         return torch.empty(0, table.dim, dtype=torch_dtype(table.dtype), device="cpu"), present
     rows = torch.frombuffer(data, dtype=torch_dtype(table.dtype))
     return rows.view(len(stored), table.dim), present
+
+
+def equal_rows(rows: Tensor, other_rows: Tensor) -> Tensor:
+    """Return which rows, [n, dim], n > 0, have the same bits: bool [n]."""
+    is_equal = rows.contiguous().view(torch.uint8) == other_rows.contiguous().view(torch.uint8)
+    return is_equal.view(len(rows), -1).all(dim=1)
 
 
 def bytes_of_dense(dense: Mapping[str, Tensor]) -> bytes:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from recpoint.catalog.restore.base_rows import decoded_values
 from recpoint.catalog.restore.chunks import StoredRows
+from recpoint.catalog.restore.coded_state import state_values
 from recpoint.catalog.restore.keyed_rows import KEY, LAST_USE, has_keys, require_own_keys
 from recpoint.catalog.restore.restore import dense_tensors
 from recpoint.catalog.restore.rows import LogicalTable, logical_tables
@@ -18,6 +19,7 @@ from recpoint.embeddings.tables.managed_collisions import has_raw_ids
 from recpoint.errors import IncompatibleModel
 from recpoint.format.dtypes import item_bytes, torch_dtype
 from recpoint.format.manifest import Manifest
+from recpoint.format.squared_states import squared_states
 from recpoint.serving.sinks.records import SinkTable
 
 __all__ = ["RowStream", "TakesRows", "streamed_tables"]
@@ -29,13 +31,15 @@ _PASS_BYTES: Final = 4 << 20
 class TakesRows(Protocol):
     """Takes the rows that make the next version out of the one that is held."""
 
-    def put(self, table: str, ids: Tensor, rows: Tensor) -> None:
+    def put(self, table: str, ids: Tensor, rows: Tensor, importance: Tensor | None) -> None:
         """Take rows.
 
         Args:
             table: name of the table.
             ids: int64 [n], without duplicates.
             rows: [n, dim] of the table's dtype, contiguous.
+            importance: f32 [n]: root of the mean of each row's second moment; None: the stream was
+                not asked for it, or the checkpoint has none.
         """
 
     def delete(self, table: str, ids: Tensor) -> None:
@@ -105,15 +109,25 @@ class RowStream:
         tables: the tables to read.
         taker: takes rows.
         is_anew: whether nothing is held that the rows are changes of.
+        with_importance: whether rows come with their importance. Those of tables that were sharded
+            by columns come without.
 
     Attributes:
         dense: the dense layers, once all rows have been taken.
     """
 
-    def __init__(self, tables: Sequence[LogicalTable], taker: TakesRows, *, is_anew: bool) -> None:
+    def __init__(
+        self,
+        tables: Sequence[LogicalTable],
+        taker: TakesRows,
+        *,
+        is_anew: bool,
+        with_importance: bool = False,
+    ) -> None:
         self._tables = tables
         self._taker = taker
         self._is_anew = is_anew
+        self._with_importance = with_importance
         self._late: list[_JoinedRows | _KeyedRows] = []
         self.dense: dict[str, Tensor] = {}
 
@@ -123,18 +137,26 @@ class RowStream:
         sinks: list[RowSink | None] = [None] * len(manifest.tables)
         for table in self._tables:
             states = [state.name for state in table.row_states]
+            moment = self._second_moment(table)
             if has_keys(states):
-                keyed = _KeyedRows(table, states, self._taker, is_anew=self._is_anew)
+                keyed = _KeyedRows(table, states, moment, self._taker, is_anew=self._is_anew)
                 self._late.append(keyed)
                 sinks[table.pieces[0].index] = keyed
             elif len(table.pieces) == 1:
-                sinks[table.pieces[0].index] = _WholeRows(table, self._taker)
+                sinks[table.pieces[0].index] = _WholeRows(table, moment, self._taker)
             else:
                 joined = _JoinedRows(table, self._taker)
                 self._late.append(joined)
                 for number, piece in enumerate(table.pieces):
                     sinks[piece.index] = joined.of_piece(number)
         return sinks
+
+    def _second_moment(self, table: LogicalTable) -> int | None:
+        """Return the number of the row state whose root is the importance; None: not wanted."""
+        if not self._with_importance:
+            return None
+        moments = squared_states(table.pieces[0].spec)
+        return None if moments is None else moments[0]
 
     def finish(self, manifest: Manifest, state: dict[int, object]) -> None:
         """See `RestoreTarget.finish`."""
@@ -148,12 +170,13 @@ class _WholeRows:
 
     wanted = None
 
-    def __init__(self, table: LogicalTable, taker: TakesRows) -> None:
-        self._table, self._taker = table, taker
+    def __init__(self, table: LogicalTable, moment: int | None, taker: TakesRows) -> None:
+        self._table, self._moment, self._taker = table, moment, taker
 
     def take(self, stored: StoredRows, positions: Tensor | None) -> None:
         for part, values in _decoded(stored, positions, self._table, piece=0):
-            self._taker.put(self._table.name, _ids(part), values)
+            importance = _importance(part, self._moment)
+            self._taker.put(self._table.name, _ids(part), values, importance)
 
     def mark(self, rows: range | Tensor) -> None:
         pass
@@ -165,9 +188,16 @@ class _KeyedRows:
     wanted = None
 
     def __init__(
-        self, table: LogicalTable, states: Sequence[str], taker: TakesRows, *, is_anew: bool
+        self,
+        table: LogicalTable,
+        states: Sequence[str],
+        moment: int | None,
+        taker: TakesRows,
+        *,
+        is_anew: bool,
     ) -> None:
-        self._table, self._taker, self._is_anew = table, taker, is_anew
+        self._table, self._moment, self._taker = table, moment, taker
+        self._is_anew = is_anew
         self._key, self._last_use = states.index(KEY), states.index(LAST_USE)
         self._slots: list[Tensor] = []
         self._free: list[Tensor] = []
@@ -181,8 +211,14 @@ class _KeyedRows:
             assert isinstance(keys, Tensor) and isinstance(last_use, Tensor)  # exact: integers
             slots, is_used = _ids(part), last_use >= 0
             if bool(is_used.any()):
-                self._taker.put(self._table.name, keys[is_used], values[is_used])
-                self._taker.put(slots_name, slots[is_used], keys[is_used].view(-1, 1))
+                importance = _importance(part, self._moment)
+                self._taker.put(
+                    self._table.name,
+                    keys[is_used],
+                    values[is_used],
+                    None if importance is None else importance[is_used],
+                )
+                self._taker.put(slots_name, slots[is_used], keys[is_used].view(-1, 1), None)
             self._slots.append(slots)
             self._free.append(slots[~is_used])
             self._used.append(slots[is_used])
@@ -238,7 +274,7 @@ class _JoinedRows:
             if not bool(is_written.all()):
                 held, _ = self._taker.held_rows(self._table.name, ids)
                 rows = torch.where(is_written, rows, held)
-            self._taker.put(self._table.name, ids, rows.contiguous())
+            self._taker.put(self._table.name, ids, rows.contiguous(), None)
 
     def _empty(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Return rows with the columns that have come, and which these are, bool [n, dim]."""
@@ -288,6 +324,14 @@ def _decoded(
         )
         part = stored.chosen(some)
         yield part, decoded_values(part, spec).contiguous()
+
+
+def _importance(part: StoredRows, moment: int | None) -> Tensor | None:
+    """Return the root of the mean of a row state, f32 [n]; None: there is no such state."""
+    if moment is None:
+        return None
+    values = state_values(part.row_states[moment]).float()
+    return values.reshape(len(values), -1).mean(dim=1).clamp_(min=0).sqrt_()
 
 
 def _ids(part: StoredRows) -> Tensor:

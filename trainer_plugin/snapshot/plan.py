@@ -23,7 +23,7 @@ from recpoint.kernels import dirty_bitmap, dirty_rows
 from recpoint.trainer_plugin.policy import ChainLink, Tip
 from recpoint.trainer_plugin.snapshot.codes import Codes
 from recpoint.trainer_plugin.snapshot.live_tables import LiveTable
-from recpoint.trainer_plugin.snapshot.squared_states import squared_states
+from recpoint.format.squared_states import squared_states
 
 __all__ = [
     "CutPlan",

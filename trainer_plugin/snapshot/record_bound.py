@@ -23,7 +23,7 @@ from recpoint.trainer_plugin.ranks.agreement import RecordNeeds
 from recpoint.trainer_plugin.ranks.ranks import Ranks
 from recpoint.trainer_plugin.snapshot.cut import Cutter
 from recpoint.trainer_plugin.snapshot.live_tables import LiveTable
-from recpoint.trainer_plugin.snapshot.squared_states import squared_states
+from recpoint.format.squared_states import squared_states
 
 __all__ = ["RecordBound"]
 

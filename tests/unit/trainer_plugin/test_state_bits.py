@@ -15,7 +15,7 @@ from recpoint.catalog.store.store import open_store
 from recpoint.format.manifest import RowStateSpec, TableSpec
 from recpoint.format.row_state import to_bfloat16
 from recpoint.kernels import moments
-from recpoint.trainer_plugin.snapshot.squared_states import squared_states
+from recpoint.format.squared_states import squared_states
 from tests.training_builder import (
     Batches,
     Place,
