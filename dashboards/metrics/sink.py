@@ -67,3 +67,10 @@ class SinkMetrics:
         if standing.committed is not None:
             step = standing.committed.version.checkpoint.step
             samples.add("recpoint_sink_step", step, **self._labels)
+            deferred = standing.committed.deferred
+            missed = 0 if deferred is None else standing.committed.number - deferred.oldest_number
+            rows = 0 if deferred is None else deferred.rows
+            size_bytes = 0 if deferred is None else deferred.size_bytes
+            samples.add("recpoint_sink_deferred_rows", rows, **self._labels)
+            samples.add("recpoint_sink_deferred_bytes", size_bytes, **self._labels)
+            samples.add("recpoint_sink_deferred_versions", missed, **self._labels)

@@ -303,6 +303,19 @@ SINK_METRICS: Final = _table("recpoint", *_BUILD) + _table(
         "Step of the checkpoint that readers of the sink see. Absent while there is none.",
     ),
     (
+        *("deferred_rows", "gauge", "run sink"),
+        "Rows that a budget has left at older checkpoints; 0: there are none. Absent while readers "
+        "see no checkpoint.",
+    ),
+    (
+        *("deferred_bytes", "gauge", "run sink"),
+        "Bytes of these rows.",
+    ),
+    (
+        *("deferred_versions", "gauge", "run sink"),
+        "How many versions of the sink the oldest of these rows has missed; 0: there are none.",
+    ),
+    (
         *("look_timestamp_seconds", "gauge", "run sink"),
         "When the publisher last read both the run and the sink, since the epoch. If one of them "
         "cannot be reached, it grows old. Before the first such look: when the publisher started.",

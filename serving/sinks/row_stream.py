@@ -38,8 +38,8 @@ class TakesRows(Protocol):
             table: name of the table.
             ids: int64 [n], without duplicates.
             rows: [n, dim] of the table's dtype, contiguous.
-            importance: f32 [n]: root of the mean of each row's second moment; None: the stream was
-                not asked for it, or the checkpoint has none.
+            importance: f32 [n]: fourth root of the mean of each row's second moment; None: the
+                stream was not asked for it, or the checkpoint has none.
         """
 
     def delete(self, table: str, ids: Tensor) -> None:
@@ -152,7 +152,7 @@ class RowStream:
         return sinks
 
     def _second_moment(self, table: LogicalTable) -> int | None:
-        """Return the number of the row state whose root is the importance; None: not wanted."""
+        """Return the number of the row state that gives the importance; None: not wanted."""
         if not self._with_importance:
             return None
         moments = squared_states(table.pieces[0].spec)
@@ -327,11 +327,11 @@ def _decoded(
 
 
 def _importance(part: StoredRows, moment: int | None) -> Tensor | None:
-    """Return the root of the mean of a row state, f32 [n]; None: there is no such state."""
+    """Return the fourth root of the mean of a row state, f32 [n]; None: there is no such state."""
     if moment is None:
         return None
     values = state_values(part.row_states[moment]).float()
-    return values.reshape(len(values), -1).mean(dim=1).clamp_(min=0).sqrt_()
+    return values.reshape(len(values), -1).mean(dim=1).clamp_(min=0).pow_(0.25)
 
 
 def _ids(part: StoredRows) -> Tensor:

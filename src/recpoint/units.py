@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Protocol
 
 __all__ = [
+    "bytes_of",
     "bytes_text",
     "cache_text",
     "copied_text",
@@ -26,6 +28,21 @@ def bytes_text(count: int) -> str:
     while value >= 999.5 and unit < len(_UNITS) - 1:
         value, unit = value / 1000, unit + 1
     return f"{count} B" if unit == 0 else f"{value:.3g} {_UNITS[unit]}"
+
+
+def bytes_of(text: str) -> int:
+    """Return the bytes that a text such as `64MB`, `1.5 GB` or `500` says; units are of 1000.
+
+    Raises:
+        ValueError: it is no number with such a unit.
+    """
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
+    units = [unit.lower() for unit in _UNITS]
+    unit = "" if match is None else (match[2].lower() or "b")
+    if match is None or unit not in units:
+        raise ValueError(f"{text!r} is no size such as 64MB; units are {', '.join(_UNITS)}")
+    unit_bytes: int = 1000 ** units.index(unit)
+    return round(float(match[1]) * unit_bytes)
 
 
 def time_text(milliseconds: int) -> str:

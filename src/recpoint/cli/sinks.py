@@ -29,11 +29,11 @@ from recpoint.cli.reporting import (
 from recpoint.dashboards import terminal
 from recpoint.dashboards.metrics.samples import require_prometheus
 from recpoint.errors import RecpointError, SettingsError
-from recpoint.units import bytes_text, counted, duration_text
+from recpoint.units import bytes_of, bytes_text, counted, duration_text
 
 if TYPE_CHECKING:
     from recpoint.dashboards.metrics.sink import SinkMetrics
-    from recpoint.serving.sinks.publisher import SinkPublisher
+    from recpoint.serving.sinks.publisher import Budget, SinkPublisher
     from recpoint.serving.sinks.records import CommittedVersion
     from recpoint.serving.sinks.verification import Comparison
 
@@ -60,6 +60,17 @@ def publish_to(
     replace: Annotated[
         bool, typer.Option("--replace", help="Take a sink that holds another run.")
     ] = False,
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Publish the rows that changed most, so many bytes of each checkpoint: 64MB.",
+        ),
+    ] = None,
+    most_versions: Annotated[
+        int | None,
+        typer.Option(help="With --budget: no row is so many versions behind. Default: 16."),
+    ] = None,
     poll_seconds: PollOption = 5.0,
     metrics_port: MetricsPortOption = None,
     metrics_address: MetricsAddressOption = "127.0.0.1",
@@ -69,6 +80,9 @@ def publish_to(
 
     The store itself records where it stands. So the command may be killed at any time, and run
     again anywhere. Readers see one version, whole, and never the rows of the next one.
+
+    With a budget, a version leaves its least changed rows as they were, and says which these are.
+    The rest follows with later checkpoints, or all of it without a budget.
     """
     from recpoint.serving.sinks.opening import open_sink
     from recpoint.serving.sinks.publisher import SinkPublisher
@@ -79,7 +93,12 @@ def publish_to(
             raise typer.BadParameter("it needs --follow", param_hint="--metrics-port")
     with open_sink(sink) as opened:
         publisher = SinkPublisher(
-            url, opened, tables=table or None, channel=channel_named(channel), replace=replace
+            url,
+            opened,
+            tables=table or None,
+            channel=channel_named(channel),
+            replace=replace,
+            budget=_budget(budget, most_versions),
         )
         if follow:
             metrics = None
@@ -102,6 +121,21 @@ def publish_to(
         with showing_bytes("publishing", quiet=json_output) as on_progress:
             committed = publisher.poll(on_progress=on_progress)
         return Result(_document(committed), terminal.shown(_line(committed), limit=2000))
+
+
+def _budget(size: str | None, most_versions: int | None) -> Budget | None:
+    """Return the budget that the options say."""
+    from recpoint.serving.sinks.publisher import Budget
+
+    if size is None:
+        if most_versions is not None:
+            raise typer.BadParameter("it needs --budget", param_hint="--most-versions")
+        return None
+    try:
+        size_bytes = bytes_of(size)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--budget") from None
+    return Budget(size_bytes) if most_versions is None else Budget(size_bytes, most_versions)
 
 
 def _look(publisher: SinkPublisher, url: str, metrics: SinkMetrics | None) -> LookResult:
@@ -131,14 +165,28 @@ def _line(committed: CommittedVersion | None) -> str:
     age = duration_text(max(0.0, time.time() - committed.committed_ms / 1000))
     return (
         f"{committed.version.checkpoint} is version {committed.number} of the sink, since {age}: "
-        f"{counted(rows, 'row')} ({source})"
+        f"{counted(rows, 'row')} ({source}){_deferred_text(committed)}"
+    )
+
+
+def _deferred_text(committed: CommittedVersion) -> str:
+    """Say how many rows are deferred, after what is said of a version; nothing if none is."""
+    deferred = committed.deferred
+    if deferred is None:
+        return ""
+    return (
+        f"; {counted(deferred.rows, 'row')} ({bytes_text(deferred.size_bytes)}) deferred, the "
+        f"oldest at {deferred.oldest}"
     )
 
 
 @sinks.command("verify")
 @command
 def verify_sink(sink: SinkArgument, url: UrlArgument, json_output: JsonOption = False) -> Result:
-    """Compare every row of a store with its checkpoint; exit code 1 when they differ."""
+    """Compare every row of a store with its checkpoint; exit code 1 when they differ.
+
+    Rows that the store says are deferred are compared with the older checkpoint that they stand at.
+    """
     from recpoint.serving.sinks.opening import open_sink
     from recpoint.serving.sinks.verification import verify
 
@@ -156,7 +204,8 @@ def _comparison_document(comparison: Comparison) -> dict[str, Any]:
     return {
         **_document(comparison.version),
         "rows_compared": comparison.rows,
-        "equal": not comparison.differences,
+        "rows_of_older_checkpoints": comparison.older_rows,
+        "equal": not comparison.differences and not comparison.older_rows,
         "differences": comparison.differences,
         "more_differences": comparison.more_differences,
     }
@@ -166,8 +215,13 @@ def _findings(comparison: Comparison) -> list[tuple[str, str]]:
     version = comparison.version.version
     row_bytes = sum(table.rows * table.row_bytes for table in version.tables)
     what = f"{counted(comparison.rows, 'row')} of {version.checkpoint}, {bytes_text(row_bytes)}"
-    if not comparison.differences:
+    deferred = _deferred_text(comparison.version)
+    if not comparison.differences and not deferred:
         return [(f"equal: {what}, and its dense layers", "")]
+    if not comparison.differences:
+        older = counted(comparison.older_rows, "row")
+        proof = f"{older} equal to the older checkpoints that they stand at, all others to this one"
+        return [(f"as the sink says: {what}, and its dense layers{deferred}: {proof}", "")]
     lines = [(text, "red") for text in comparison.differences]
     if comparison.more_differences:
         lines.append((f"and {comparison.more_differences} more", "red"))

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from recpoint.serving.sinks.reader import SinkReader
-from tests.catalog_builder import new_run
+from tests.catalog_builder import Table, new_run
+from tests.followed_run import Trainer
 from tests.unit.cli.conftest import Invoke, SavedRun
 
 
@@ -68,6 +69,33 @@ def test_another_run_takes_a_sink_only_if_told(
     assert saved_run.run.id in refused.stderr and "--replace" in refused.stderr
     assert recpoint("sink", "verify", sink, tmp_path / "other").code not in (0, 1)
     assert recpoint("publish-to", sink, tmp_path / "other", "--replace").code == 0
+
+
+def test_what_a_budget_defers_is_said_and_proven(
+    recpoint: Invoke, sink: str, tmp_path: Path
+) -> None:
+    run = new_run(tmp_path / "run")
+    run.claim(None)
+    trainer = Trainer(run, [Table("users", torch.randn(50, 4))])
+    first = trainer.commit(1)
+    url = tmp_path / "run"
+    assert recpoint("publish-to", sink, url, "--budget", "72 B").code == 0
+    rows = trainer.commit(2).dirty_rows - 3
+    options = ("--budget", "0.072kB", "--most-versions", "5")
+    shown = " ".join(recpoint("publish-to", sink, url, *options).stdout.split())
+    assert "3 rows (changes of step 1)" in shown
+    assert f"; {rows} rows ({16 * rows} B) deferred, the oldest at {first.ref}" in shown
+    proven = recpoint("sink", "verify", sink, url)
+    shown = " ".join(proven.stdout.split())
+    assert proven.code == 0 and shown.startswith("as the sink says: 50 rows of step 2 ")
+    assert f"{rows} rows equal to the older checkpoints that they stand at" in shown
+    document = recpoint("sink", "verify", sink, url, "--json").json
+    assert (document["equal"], document["rows_of_older_checkpoints"]) == (False, rows)
+    assert document["changes"][0]["deferred"]["rows"] == rows
+    assert "deferred" not in recpoint("publish-to", sink, url).stdout
+    assert recpoint("sink", "verify", sink, url, "--json").json["equal"] is True
+    for wrong in (("--budget", "64 parsecs"), ("--budget", "0"), ("--most-versions", "3")):
+        assert recpoint("publish-to", sink, url, *wrong).code == 2
 
 
 def test_what_cannot_be_done_is_said_without_passwords(

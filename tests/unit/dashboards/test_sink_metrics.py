@@ -14,8 +14,9 @@ from recpoint.catalog.run.publications import publish as publish_checkpoint
 from recpoint.dashboards.metrics.sink import SinkMetrics
 from recpoint.errors import RecpointError, SinkError
 from recpoint.format.naming import ManifestName
+from recpoint.serving.sinks.most_changed import ID_BYTES
 from recpoint.serving.sinks.opening import open_sink
-from recpoint.serving.sinks.publisher import SinkPublisher
+from recpoint.serving.sinks.publisher import Budget, SinkPublisher
 from recpoint.testing.sinks import sink_version
 from tests.catalog_builder import Table, new_run
 from tests.followed_run import Trainer
@@ -67,6 +68,22 @@ def test_lag_grows_until_the_version_is_there(tmp_path: Path) -> None:
         publisher.poll()
         last = scraped(metrics)
         assert (last["step"], last["lag_seconds"]) == (3, 0)
+
+
+def test_deferred_rows_are_counted(tmp_path: Path) -> None:
+    run = new_run(tmp_path / "run")
+    run.claim(None)
+    trainer = Trainer(run, [Table("users", torch.randn(50, 4))])
+    with open_sink(f"sqlite:{tmp_path}/served") as sink:
+        publisher = SinkPublisher(run.url, sink, budget=Budget(3 * (16 + ID_BYTES)))
+        metrics = SinkMetrics(publisher, run=run.url, sink=sink.url, port=0, address="127.0.0.1")
+        trainer.commit(1)
+        publisher.poll()
+        names = ("deferred_rows", "deferred_bytes", "deferred_versions")
+        assert [scraped(metrics)[name] for name in names] == [0, 0, 0]
+        rows = trainer.commit(2).dirty_rows - 3
+        publisher.poll()
+        assert [scraped(metrics)[name] for name in names] == [rows, 16 * rows, 1]
 
 
 def test_lag_counts_from_the_first_checkpoint_that_is_missing(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from recpoint.catalog.run.run import Run
 from recpoint.catalog.store import durable
 from recpoint.errors import IncompatibleModel, MalformedObject, SettingsError, SinkError
 from recpoint.format.manifest import Manifest
-from recpoint.format.naming import MANIFEST_KEY
+from recpoint.format.naming import MANIFEST_KEY, ManifestName
 from recpoint.format.records import CheckpointRef
 from recpoint.serving.sinks.backlog import Backlog
 from recpoint.serving.sinks.contract import Sink
@@ -25,6 +25,7 @@ from recpoint.serving.sinks.records import CommittedVersion, DeferredRows, SinkV
 from recpoint.serving.sinks.verification import verify
 from recpoint.testing.sinks import sink_version
 from tests.catalog_builder import Table, build, new_run, publish
+from tests.consolidation import merge
 from tests.followed_run import Trainer
 from tests.keyed_run import KEYS, KeyedTrainer
 from tests.redis_server import redis_server
@@ -232,6 +233,21 @@ def test_a_publisher_without_a_budget_brings_the_rest(line: _Line, url: str) -> 
         require_proven(line.run, sink)
 
 
+def test_a_full_that_costs_less_to_read_does_not_bring_all_rows(line: _Line, url: str) -> None:
+    with open_sink(url) as sink:
+        publisher = SinkPublisher(line.run.url, sink, budget=rows_budget(5))
+        publisher.poll()
+        for number in range(3):
+            line.commit(dict.fromkeys(range(50), 1.0 + number))
+        newest = line.run.manifest(line.step, 1)
+        merge(line.run, newest, links=4)
+        merged = line.run.read_manifest(line.run.consolidated()[ManifestName(4, 1)][0])
+        assert merged.kind == "full"
+        committed = publisher.poll()
+        assert committed is not None and committed.changes[0].rows_put == 5
+        assert require_proven(line.run, sink) == committed
+
+
 def test_importance_of_rows_counts(tmp_path: Path, url: str) -> None:
     run = new_run(tmp_path / "adagrad")
     run.claim(None)
@@ -241,7 +257,7 @@ def test_importance_of_rows_counts(tmp_path: Path, url: str) -> None:
     with open_sink(url) as sink:
         publisher = SinkPublisher(run.url, sink, budget=rows_budget(1))
         publisher.poll()
-        sums[9] = 100.0  # its gradients were ten times as large
+        sums[9] = 10_000.0
         line.commit({8: 2.0, 9: 0.5})
         publisher.poll()
         assert set(range(_ROWS)) - line.fresh_rows(sink) == {8}

@@ -14,8 +14,8 @@ from recpoint.catalog.run.run import Run
 from recpoint.catalog.store.store import open_store
 from recpoint.format.manifest import RowStateSpec, TableSpec
 from recpoint.format.row_state import to_bfloat16
-from recpoint.kernels import moments
 from recpoint.format.squared_states import squared_states
+from recpoint.kernels import moments
 from tests.training_builder import (
     Batches,
     Place,
