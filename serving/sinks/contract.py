@@ -78,7 +78,7 @@ class SinkReading(Protocol):
         """
 
     def dense(self) -> dict[str, Tensor]:
-        """Return the dense layers of the version: parameters and buffers by name.
+        """Return the tensors that were committed with the version, by name.
 
         Raises:
             NotServing, SinkError: as for `lookup`.
@@ -154,8 +154,9 @@ class Sink(ABC):
         """Have readers see the version that was begun, from now on.
 
         Args:
-            dense: parameters and buffers except the tables, by name.
-            changes: what was put and deleted.
+            dense: parameters and buffers except the tables, by name; and what the publisher
+                records with the version (`backlog`).
+            changes: what was put and deleted, and what was deferred.
 
         Raises:
             SinkError: as for `put`. If the answer was lost, `position` says if it is committed.

@@ -1,10 +1,10 @@
 """Chooses the rows that changed most, as they come, in memory of two budgets.
 
 What a row counts is how far it is from the row that the sink holds, times its importance: the
-fourth root of the mean second moment that the trainer's optimizer keeps for it, if it keeps any. The
-square root would weigh rows by what an error in them has cost in training
-(docs/understanding/allocation.md). But which rows the next requests look up is not known, and rows
-that were trained often took nearly all of a small budget (docs/understanding/benchmarks.md).
+fourth root of the mean second moment that the trainer's optimizer keeps for it, if it keeps any.
+The square root would weigh rows by what errors in them cost in training
+(docs/understanding/allocation.md). But the next requests are not those of the past, and rows that
+were trained often took nearly all of a small budget (docs/understanding/benchmarks.md).
 """
 
 from __future__ import annotations

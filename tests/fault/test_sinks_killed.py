@@ -6,8 +6,9 @@ import os
 import random
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Final
 from urllib.parse import urlsplit
 
 import pytest
@@ -17,6 +18,7 @@ from recpoint.catalog.run.run import Run
 from recpoint.errors import NotServing
 from recpoint.serving.sinks.opening import open_sink
 from recpoint.serving.sinks.reader import SinkReader
+from recpoint.serving.sinks.records import CommittedVersion
 from recpoint.serving.sinks.verification import verify
 from tests.catalog_builder import Table, new_run
 from tests.fault.connection_breaker import ConnectionBreaker
@@ -52,12 +54,16 @@ def redis(tmp_path: Path) -> Iterator[RedisServer]:
 class _Publishers:
     """Starts processes that publish to one sink, and looks at what readers see."""
 
-    def __init__(self, trainer: Trainer, url: str, directory: Path) -> None:
+    def __init__(
+        self, trainer: Trainer, url: str, directory: Path, options: Sequence[str] = ()
+    ) -> None:
         self.trainer, self.url, self._directory = trainer, url, directory
+        self._options = options
 
     def start(self, *, die_at: int = 10**6, url: str | None = None) -> ForkedProgram:
         """Start a publisher that is killed at its n-th durable step."""
         command = ["-m", "recpoint", "publish-to", url or self.url, self.trainer.run.url]
+        command += self._options
         return ForkedProgram(
             be_module,
             ["recpoint.testing.die_at", str(die_at), *command],
@@ -74,14 +80,18 @@ class _Publishers:
                 assert torch.equal(version.lookup(table.name, torch.arange(table.rows)), values)
         return step
 
+    def require_proven(self) -> CommittedVersion:
+        """Require that each row is what the sink says, and return what it holds."""
+        with open_sink(self.url) as sink:
+            comparison = verify(Run.open(self.trainer.run.store), sink)
+        assert comparison.differences == []
+        return comparison.version
+
     def finish(self) -> None:
         """Publish without a fault, and require the newest version."""
         process = self.start()
         assert process.wait() == 0, (self._directory / "err").read_text()
-        with open_sink(self.url) as sink:
-            comparison = verify(Run.open(self.trainer.run.store), sink)
-        assert comparison.differences == []
-        assert comparison.version.version.checkpoint == self.trainer.made[-1].ref
+        assert self.require_proven().version.checkpoint == self.trainer.made[-1].ref
 
 
 def _sweep(publishers: _Publishers) -> None:
@@ -111,6 +121,43 @@ def test_killed_at_each_step_in_a_file(trainer: Trainer, tmp_path: Path, kind: s
     publishers = _Publishers(trainer, f"{kind}:{tmp_path}/served", tmp_path)
     publishers.finish()
     _sweep(publishers)
+
+
+def _sweep_of_increments(publishers: _Publishers) -> None:
+    """Kill a publisher with a budget at each n-th durable step of an increment."""
+    die_at, code, most_deferred = 1, -signal.SIGKILL, 0
+    while code != 0:
+        step = publishers.trainer.made[-1].step + 1
+        publishers.trainer.commit(step)
+        code = publishers.start(die_at=die_at).wait()
+        assert code in (0, -signal.SIGKILL)
+        assert publishers.require_proven().version.checkpoint.step in (step - 1, step)
+        publishers.finish()
+        deferred = publishers.require_proven().deferred
+        most_deferred = max(most_deferred, 0 if deferred is None else deferred.rows)
+        die_at += 1
+    assert most_deferred > 50
+
+
+#: 20 of some 60 rows that change.
+_BUDGET: Final = ("--budget", "480", "--most-versions", "6")
+
+
+@pytest.mark.nightly("sinks")
+def test_killed_with_a_budget_in_redis(
+    trainer: Trainer, redis: RedisServer, tmp_path: Path
+) -> None:
+    publishers = _Publishers(trainer, f"{redis.url}?grace=0", tmp_path, _BUDGET)
+    publishers.finish()
+    _sweep_of_increments(publishers)
+
+
+@pytest.mark.nightly("sinks_in_files")
+@pytest.mark.parametrize("kind", ["sqlite", "parquet"])
+def test_killed_with_a_budget_in_a_file(trainer: Trainer, tmp_path: Path, kind: str) -> None:
+    publishers = _Publishers(trainer, f"{kind}:{tmp_path}/served", tmp_path, _BUDGET)
+    publishers.finish()
+    _sweep_of_increments(publishers)
 
 
 class _Faults:

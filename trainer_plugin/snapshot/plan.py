@@ -19,11 +19,11 @@ from recpoint.format.history import History
 from recpoint.format.job import Allocation, QuantizerName, StagedTable
 from recpoint.format.manifest import ChosenMethod, StateBits, TableSpec
 from recpoint.format.records import CheckpointRef
+from recpoint.format.squared_states import squared_states
 from recpoint.kernels import dirty_bitmap, dirty_rows
 from recpoint.trainer_plugin.policy import ChainLink, Tip
 from recpoint.trainer_plugin.snapshot.codes import Codes
 from recpoint.trainer_plugin.snapshot.live_tables import LiveTable
-from recpoint.format.squared_states import squared_states
 
 __all__ = [
     "CutPlan",

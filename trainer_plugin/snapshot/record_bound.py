@@ -18,12 +18,12 @@ from recpoint.format import records
 from recpoint.format.history import ChosenPrecision
 from recpoint.format.job import StagedTable
 from recpoint.format.manifest import CODE_BITS, Kind, StateBits, TableSpec
+from recpoint.format.squared_states import squared_states
 from recpoint.trainer_plugin.policy import FULL, ChainLink
 from recpoint.trainer_plugin.ranks.agreement import RecordNeeds
 from recpoint.trainer_plugin.ranks.ranks import Ranks
 from recpoint.trainer_plugin.snapshot.cut import Cutter
 from recpoint.trainer_plugin.snapshot.live_tables import LiveTable
-from recpoint.format.squared_states import squared_states
 
 __all__ = ["RecordBound"]
 
