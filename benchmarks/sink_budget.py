@@ -167,12 +167,14 @@ def _row_bytes(committed: CommittedVersion) -> int:
 
 
 def _loss(model: Any, batches: Sequence[Any]) -> float:
-    """Return the mean log loss of samples."""
+    """Return the mean log loss of samples, without dropout."""
+    was_training = model.training
+    model.eval()
     with torch.no_grad():
         logits = torch.cat([model(batch.dense, batch.sparse) for batch in batches])
-    return float(
-        F.binary_cross_entropy_with_logits(logits, torch.cat([batch.label for batch in batches]))
-    )
+    model.train(was_training)
+    labels = torch.cat([batch.label for batch in batches])
+    return float(F.binary_cross_entropy_with_logits(logits, labels))
 
 
 def budget_curve(folder: Path, *, smoke: bool, seed: int = 0) -> list[BudgetPoint]:

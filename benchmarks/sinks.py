@@ -12,6 +12,9 @@ SETs and nothing else. Then a process looks up 10,000 rows a second, 100 in a re
 
 Redis, S3, publisher and trainer run on this host. Before anything is timed, every row of the sink
 is compared with its checkpoint.
+
+Last, requests of the bundled purchases are scored while sinks get the rows that changed most, under
+budgets (`sink_budget`).
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.report import Report, ratio, spread_of
+from benchmarks.sink_budget import budget_curve
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.store.store import open_store
 from recpoint.format.manifest import Manifest
@@ -49,6 +53,7 @@ KEYS = (
     "readers_p99_elsewhere_ratio",
     "follower_p99_ratio",
     "follower_p99_pinned_ratio",
+    "gap_share",
 )
 
 _DIM = 64
@@ -127,11 +132,25 @@ def run(*, smoke: bool) -> Report:
     ):
         spread = spread_of(values)
         report.rows.append((label, spread.median, spread.least, spread.most))
-    report.notes = [
+    _put_budgets(report, smoke=smoke)
+    report.notes += [
         "vs_bare: seconds of bare writes over seconds of a publication",
         f"{rows:,} rows of {_DIM} float32 values; every row was compared before and after",
     ]
     return report
+
+
+def _put_budgets(report: Report, *, smoke: bool) -> None:
+    """Add the log loss of requests under each budget; `gap_share` is that of 1/13."""
+    with tempfile.TemporaryDirectory(prefix="recpoint-budgets-") as folder:
+        points = budget_curve(Path(folder), smoke=smoke)
+    for point in points:
+        report.notes.append(
+            f"budget {point.label}: log loss of requests {point.loss:.5f}, {point.gap_share:.3f} "
+            f"of the gap, {point.bytes_share:.4f} of the bytes, {point.rows_deferred:,} rows "
+            "deferred at the end"
+        )
+    report.figures["gap_share"] = next(p.gap_share for p in points if p.label == "1/13")
 
 
 class _Training:

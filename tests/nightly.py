@@ -114,6 +114,7 @@ MARKED: Mapping[str, MarkedPart] = {
     "prometheus": MarkedPart(160, ("dashboards/",)),
     "ray": MarkedPart(600, ("embeddings/",)),
     "runbook": MarkedPart(200, ("docs/how-to/", "flows/")),
+    "sink_budget": MarkedPart(400, ("serving/sinks/",)),
     "sinks": MarkedPart(900, ("serving/sinks/",)),
     "sinks_in_files": MarkedPart(400, ("serving/sinks/",)),
     "site": MarkedPart(120, ("docs/", "mkdocs.yml")),

@@ -143,7 +143,7 @@ def _sweep_of_increments(publishers: _Publishers) -> None:
 _BUDGET: Final = ("--budget", "480", "--most-versions", "6")
 
 
-@pytest.mark.nightly("sinks")
+@pytest.mark.nightly("sink_budget")
 def test_killed_with_a_budget_in_redis(
     trainer: Trainer, redis: RedisServer, tmp_path: Path
 ) -> None:
@@ -152,7 +152,7 @@ def test_killed_with_a_budget_in_redis(
     _sweep_of_increments(publishers)
 
 
-@pytest.mark.nightly("sinks_in_files")
+@pytest.mark.nightly("sink_budget")
 @pytest.mark.parametrize("kind", ["sqlite", "parquet"])
 def test_killed_with_a_budget_in_a_file(trainer: Trainer, tmp_path: Path, kind: str) -> None:
     publishers = _Publishers(trainer, f"{kind}:{tmp_path}/served", tmp_path, _BUDGET)

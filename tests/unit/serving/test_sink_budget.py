@@ -325,8 +325,8 @@ def test_a_checkpoint_that_rows_stand_at_may_be_gone(trainer: Trainer, url: str)
     "url",
     [
         "sqlite",
-        pytest.param("parquet", marks=pytest.mark.nightly("sinks_in_files")),
-        pytest.param("redis", marks=pytest.mark.nightly("sinks")),
+        pytest.param("parquet", marks=pytest.mark.nightly("sink_budget")),
+        pytest.param("redis", marks=pytest.mark.nightly("sink_budget")),
     ],
     indirect=True,
 )
