@@ -10,7 +10,7 @@ import os
 import threading
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import crc32c
 
@@ -26,15 +26,79 @@ from recpoint.catalog.persist.spool import (
 from recpoint.catalog.staging.job import StagedJob
 from recpoint.catalog.staging.slot_reading import Extent
 from recpoint.catalog.store import durable
-from recpoint.catalog.store.scheduler import WriteBudget, WriteScheduler
+from recpoint.catalog.store.contract import host_seconds
+from recpoint.catalog.store.scheduler import WHOLE_CHUNK_BYTES, WriteBudget, WriteScheduler
 from recpoint.catalog.store.store import Store
-from recpoint.errors import DigestMismatch
+from recpoint.catalog.store.streams import StreamCount
+from recpoint.errors import DigestMismatch, SettingsError, StoreThrottled
 
-__all__ = ["upload_group"]
+__all__ = ["MOST_STREAMS", "bound_uploads", "upload_group"]
 
-#: Concurrent uploads in this process, over all groups and runs. Each holds a chunk in memory, and
-#: the store's client holds one or two more copies.
-_PERSIST_UPLOADS = WriteBudget(4)
+#: The most uploads at once, unless a person sets it.
+MOST_STREAMS: Final = 32
+
+#: Bytes of all uploads at once, unless a person sets how many there may be. Each holds a chunk in
+#: memory, and the store's client holds one or two more copies.
+_UPLOADED_BYTES: Final = 4 * WHOLE_CHUNK_BYTES
+
+
+class _Uploads:
+    """The uploads of this process, over all groups and runs: their budget, and how many they are.
+
+    Args:
+        most: the most uploads at once.
+        budget_bytes: bytes of all of them together.
+    """
+
+    def __init__(self, most: int, budget_bytes: int) -> None:
+        self._streams = StreamCount(most)
+        self.budget = WriteBudget(
+            self._streams.streams, budget_bytes=budget_bytes, most_at_once=most
+        )
+        self._lock = threading.Lock()
+
+    def put(self, store: Store, key: str, data: bytes) -> None:
+        """Write an object, in the room that was reserved for it, and learn from how that went."""
+        refusals_before = store.refusals
+        try:
+            store.put(key, data)
+        except StoreThrottled:
+            self._note(len(data), is_refused=True)
+            raise
+        self._note(len(data), is_refused=store.refusals > refusals_before)
+
+    def _note(self, size_bytes: int, *, is_refused: bool) -> None:
+        with self._lock:
+            at_seconds = host_seconds()
+            if is_refused:
+                self._streams.refused(at_seconds=at_seconds)
+            else:
+                all_used = self.budget.is_full
+                self._streams.wrote(size_bytes, at_seconds=at_seconds, all_used=all_used)
+            self.budget.allow(self._streams.streams)
+
+
+_uploads = _Uploads(MOST_STREAMS, _UPLOADED_BYTES)
+
+
+def bound_uploads(most: int) -> None:
+    """Have at most so many uploads at once in this process; to be called before the first.
+
+    Each may take three times the 32 MiB of the largest chunks. Without this call there are at most
+    32, of 128 MiB together.
+
+    Raises:
+        SettingsError: it is less than 1, or more than a client of a store has connections.
+    """
+    global _uploads
+    if not 1 <= most <= MOST_STREAMS:
+        raise SettingsError(
+            "upload_streams",
+            found=str(most),
+            expected=f"a number from 1 to {MOST_STREAMS}",
+            next_step="leave it out: the agent finds how many the store and its network take",
+        )
+    _uploads = _Uploads(most, most * WHOLE_CHUNK_BYTES)
 
 
 def upload_group(store: Store, staged: StagedJob, group: ChunkGroup) -> int:
@@ -56,11 +120,12 @@ def upload_group(store: Store, staged: StagedJob, group: ChunkGroup) -> int:
     marker = result_path(staged, group.index, "uploaded")
     uploaded_keys = _uploaded(marker, staged)
     remaining = [chunk for chunk in chunks if chunk["entry"]["key"] not in uploaded_keys]
+    uploads = _uploads
     unnoted = threading.Event()
     lock = threading.Lock()
 
     def upload(chunk: dict[str, Any]) -> None:
-        store.put(chunk["entry"]["key"], _chunk_bytes(chunk))
+        uploads.put(store, chunk["entry"]["key"], _chunk_bytes(chunk))
         try:
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
             with lock, open(open_in_spool(marker, flags), "a", encoding="ascii") as file:
@@ -71,7 +136,7 @@ def upload_group(store: Store, staged: StagedJob, group: ChunkGroup) -> int:
             # again.
             unnoted.set()
 
-    with WriteScheduler(_PERSIST_UPLOADS) as writes:
+    with WriteScheduler(uploads.budget) as writes:
         for chunk in remaining:
             writes.begin(writes.reserve(chunk["entry"]["bytes"]), partial(upload, chunk))
         writes.finish()

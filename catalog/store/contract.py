@@ -105,6 +105,14 @@ class Store(ABC):
     #: them private, because restored models lie there, in a directory that everybody can list.
     scratch_mode: int = 0o600
 
+    @property
+    def refusals(self) -> int:
+        """How often so far the store has answered that it is asked for too much (429, 503).
+
+        Also of requests that were repeated since. 0 for a store that cannot say.
+        """
+        return 0
+
     @abstractmethod
     def get(self, key: str, *, max_bytes: int) -> bytes:
         """Return the whole object.

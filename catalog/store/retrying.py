@@ -111,6 +111,10 @@ class RetryingStore(Store):
     def __repr__(self) -> str:
         return f"RetryingStore({self._store!r})"
 
+    @property
+    def refusals(self) -> int:
+        return self._store.refusals
+
     def get(self, key: str, *, max_bytes: int) -> bytes:
         return self._again(lambda: self._store.get(key, max_bytes=max_bytes))
 

@@ -108,6 +108,8 @@ class S3Client(Protocol):
     """The S3 client that `S3Store` needs. Its methods raise S3Failure."""
 
     endpoint: str
+    #: How many answers were a 429 or a 503.
+    refusals: int
 
     async def call(self, method: str, **arguments: object) -> Mapping[str, Any]:
         """Send one request about the bucket; the client retries it if that may help."""
@@ -293,6 +295,10 @@ class S3Store(Store):
 
     def __repr__(self) -> str:
         return f"S3Store({self.url!r})"
+
+    @property
+    def refusals(self) -> int:
+        return self._client.get().refusals
 
     def get(self, key: str, *, max_bytes: int) -> bytes:
         return self._read(key, 0, None, max_bytes)

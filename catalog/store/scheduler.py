@@ -161,14 +161,30 @@ class WriteBudget:
     Args:
         at_once: how many writes.
         budget_bytes: bytes of all writes together; None: `at_once` whole chunks.
+        most_at_once: how many writes `allow` may allow; None: `at_once`.
     """
 
-    def __init__(self, at_once: int, *, budget_bytes: int | None = None) -> None:
+    def __init__(
+        self, at_once: int, *, budget_bytes: int | None = None, most_at_once: int | None = None
+    ) -> None:
         self.at_once = at_once
+        self.most_at_once = at_once if most_at_once is None else most_at_once
         self._budget_bytes = at_once * WHOLE_CHUNK_BYTES if budget_bytes is None else budget_bytes
         self._changed = threading.Condition()
         self._asking: deque[object] = deque()
         self._held_bytes: list[tuple[object, int]] = []
+
+    @property
+    def is_full(self) -> bool:
+        """Whether as many writes are under way as there may be."""
+        with self._changed:
+            return len(self._held_bytes) >= self.at_once
+
+    def allow(self, at_once: int) -> None:
+        """Allow so many writes from now on, at most `most_at_once`; those under way go on."""
+        with self._changed:
+            self.at_once = min(at_once, self.most_at_once)
+            self._changed.notify_all()
 
     def take(self, holder: object, size_bytes: int, *, given_up: Callable[[], bool]) -> bool:
         """Wait for room and take it; return False if `given_up` became true before."""
@@ -228,7 +244,7 @@ class WriteScheduler(Closing):
     ) -> None:
         self._budget = budget
         self._on_written = on_written
-        self._pool = ThreadPoolExecutor(budget.at_once, thread_name_prefix=name)
+        self._pool = ThreadPoolExecutor(budget.most_at_once, thread_name_prefix=name)
         self._running: deque[tuple[Future[None], int]] = deque()
         self._errors: list[BaseException] = []
 

@@ -163,6 +163,7 @@ class _FsspecS3Client:
         self._file_system.retries = 1
         self._file_system.close_session = partial(_close, made_in=os.getpid())
         self._prepared: object = None
+        self.refusals = 0
 
     async def call(self, method: str, **arguments: object) -> Mapping[str, Any]:
         from botocore.handlers import add_expect_header
@@ -175,6 +176,8 @@ class _FsspecS3Client:
                 # With `Expect: 100-continue` the SDK waits for a stalled server without a time-out.
                 sdk.meta.events.unregister("before-call.s3", add_expect_header)
                 sdk.meta.events.register("before-call.s3.DeleteObjects", _add_md5)
+                # Before the SDK repeats the request, of which the caller learns nothing.
+                sdk.meta.events.register("needs-retry.s3", self._count_refusal)
                 self._prepared = sdk
             answer: Mapping[str, Any] = await self._file_system._call_s3(
                 method, Bucket=self._bucket, **arguments
@@ -182,6 +185,10 @@ class _FsspecS3Client:
         except _s3_errors() as error:
             raise _s3_failure(error) from error
         return answer
+
+    def _count_refusal(self, response: Any = None, **_: object) -> None:
+        if response is not None and response[0].status_code in (429, 503):
+            self.refusals += 1
 
     async def read(self, body: Any) -> bytes:
         try:

@@ -219,6 +219,15 @@ def test_throttling_is_waited_out(store: Store, proxy: FaultProxy) -> None:
     assert store.get("new", max_bytes=9) == b"new"
 
 
+def test_throttling_that_was_waited_out_is_counted(store: Store, proxy: FaultProxy) -> None:
+    refusals_before = store.refusals
+    proxy.plan = [Break(match="PUT", status=503, times=1)]
+    store.put("new", b"new")
+    assert store.refusals == refusals_before + 1
+    store.put("new", b"new")
+    assert store.refusals == refusals_before + 1
+
+
 def test_throttling_without_end_is_said_to_be_that(store: Store, proxy: FaultProxy) -> None:
     proxy.plan = [Break(status=503)]
     for call in _calls(store)[:4]:

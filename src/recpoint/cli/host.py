@@ -203,6 +203,16 @@ def agent(
             "d; off: never.",
         ),
     ] = "24h",
+    upload_streams: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=32,
+            metavar="N",
+            help="Upload at most N chunks at once. The agent finds how many are fastest; each may "
+            "take 100 MB of memory. Without this, at most 32, of 128 MiB together.",
+        ),
+    ] = None,
     metrics_port: MetricsPortOption = None,
     metrics_address: MetricsAddressOption = "127.0.0.1",
     metrics_refresh: Annotated[
@@ -233,6 +243,10 @@ def agent(
     from recpoint.catalog.consolidate.plan import ConsolidationTriggers
     from recpoint.flows.agent.agent import run_agent
 
+    if upload_streams is not None:
+        from recpoint.catalog.persist.upload import bound_uploads
+
+        bound_uploads(upload_streams)
     shown = logging.StreamHandler()
     shown.addFilter(worth_showing)
     shown.setFormatter(LogFormat("%(asctime)s %(levelname)s %(name)s: %(message)s"))

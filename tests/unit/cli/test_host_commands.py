@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from recpoint.catalog.persist import upload
 from recpoint.catalog.staging.agent_lock import AgentLock
 from recpoint.cli import host
 from recpoint.errors import StoreAccessDenied
@@ -40,6 +41,23 @@ def test_a_second_agent_is_refused(recpoint: Invoke, tmp_path: Path) -> None:
 
 def test_an_agent_knows_two_ways_to_use_prefect(recpoint: Invoke, tmp_path: Path) -> None:
     assert recpoint("agent", "--prefect", "maybe", "--staging", tmp_path).code == 2
+
+
+@pytest.mark.parametrize("streams", ["0", "33", "many"])
+def test_an_agent_refuses_numbers_of_uploads_that_cannot_work(
+    recpoint: Invoke, tmp_path: Path, streams: str
+) -> None:
+    ended = recpoint("agent", "--once", "--upload-streams", streams, "--staging", tmp_path)
+    assert ended.code == 2 and not any(tmp_path.iterdir())
+
+
+def test_an_agent_uploads_no_more_at_once_than_it_may(
+    recpoint: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upload, "_uploads", upload._uploads)
+    arguments = ("agent", "--once", "--prefect", "off", "--staging", tmp_path)
+    assert recpoint(*arguments, "--upload-streams", "3").code == 0
+    assert upload._uploads.budget.most_at_once == 3
 
 
 @pytest.mark.parametrize("period", ["", "1w", "-1h", "never", "0", "0.5"])
