@@ -45,6 +45,7 @@ NAMES = (
     "ranks",
     "scale",
     "soak",
+    "fleet",
     "faults",
 )
 
