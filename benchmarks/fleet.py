@@ -189,7 +189,7 @@ def _streams(report: Report, server: SeaweedServer, *, seconds: float) -> None:
     data = os.urandom(_UPLOADED_BYTES)
     history: list[int] = []
     lock = threading.Lock()
-    uploads = upload._Uploads(upload.MOST_STREAMS, upload.MOST_STREAMS * _UPLOADED_BYTES)
+    uploads = upload._MeasuredUploads(upload.MOST_STREAMS, upload.MOST_STREAMS * _UPLOADED_BYTES)
     with (
         ThrottledProxy(server.port, each=_EACH, total=_KNEE * _EACH) as proxy,
         _environment({"AWS_ENDPOINT_URL": f"http://127.0.0.1:{proxy.port}"}),

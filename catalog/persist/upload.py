@@ -42,7 +42,7 @@ MOST_STREAMS: Final = 32
 _UPLOADED_BYTES: Final = 4 * WHOLE_CHUNK_BYTES
 
 
-class _Uploads:
+class _MeasuredUploads:
     """The uploads of this process, over all groups and runs: their budget, and how many they are.
 
     Args:
@@ -78,7 +78,7 @@ class _Uploads:
             self.budget.allow(self._streams.streams)
 
 
-_uploads = _Uploads(MOST_STREAMS, _UPLOADED_BYTES)
+_uploads = _MeasuredUploads(MOST_STREAMS, _UPLOADED_BYTES)
 
 
 def bound_uploads(most: int) -> None:
@@ -98,7 +98,7 @@ def bound_uploads(most: int) -> None:
             expected=f"a number from 1 to {MOST_STREAMS}",
             next_step="leave it out: the agent finds how many the store and its network take",
         )
-    _uploads = _Uploads(most, most * WHOLE_CHUNK_BYTES)
+    _uploads = _MeasuredUploads(most, most * WHOLE_CHUNK_BYTES)
 
 
 def upload_group(store: Store, staged: StagedJob, group: ChunkGroup) -> int:
