@@ -1,8 +1,10 @@
 """Measures the choice of a width for each row: its speed, the bits it wastes, and what it is worth.
 
-Speeds are bytes of F32 rows in a second. `gb_per_s_all_widths` takes rows for which every width has
-to be tried, `gb_per_s` rows whose importances spread as those of a trained model do, and
-`gb_per_s_with_codes` has these rows quantized and packed, too, each width by itself.
+Speeds are bytes of F32 rows in a second, of one thread. `gb_per_s_all_widths` takes rows for which
+every width has to be tried, `gb_per_s` rows whose importances spread as those of a trained model
+do, and `gb_per_s_with_codes` has these rows quantized with the agent's method and packed, too, each
+width by itself. These three take 1 MiB of rows that lie in memory: they are speeds of kernels. What
+an agent reaches with staged rows is `gb_per_s_agent_…` (`agent_steps`).
 
 The choice goes by the errors of asymmetric codes. If the agent stores codes of a search, their
 errors are smaller. `bits_vs_searched` says what that costs: the bits of the choice, over those of a
@@ -24,9 +26,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks import agent_steps
 from benchmarks.learning import Learned, Task, restored_rows, retail
 from benchmarks.machine import keep_freed_memory
 from benchmarks.report import Report, Spread, alternate, spread_of
+from recpoint.catalog.persist.priced_codes import priced_method
 from recpoint.kernels import lookup_counts, row_gather
 from recpoint.kernels.allocation import EXACT, WIDTHS, allocate, reference, row_bits
 from recpoint.kernels.lookup_counts import reference as counting
@@ -48,7 +52,7 @@ _RATIOS = (
     "rms_by_counts_vs_uniform_full",
     "rms_by_counts_vs_uniform_increment",
 )
-KEYS = (*_SPEEDS, _COUNT_SPEED, "bits_vs_searched", *_RATIOS)
+KEYS = (*agent_steps.KEYS, *_SPEEDS, _COUNT_SPEED, "bits_vs_searched", *_RATIOS)
 
 _DIMS = (8, 16, 64, 128)
 #: The widths for all rows that the choice is compared with.
@@ -66,7 +70,6 @@ def run(*, smoke: bool) -> Report:
     5 bits for all rows, and the ratios of `rms` of 3 and 4 bits. `full` counts the bits of all
     rows, `increment` those of the rows that the last 60 batches trained.
     """
-    keep_freed_memory()
     torch.sparse.check_sparse_tensor_invariants.disable()  # the default, without its warning
     report = Report(
         name="allocation",
@@ -75,6 +78,9 @@ def run(*, smoke: bool) -> Report:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
+        # Before freed memory is kept, which an agent does not do.
+        agent_steps.measure(report, row_bytes=1 << (20 if smoke else 26), rounds=2 if smoke else 7)
+        keep_freed_memory()
         _speeds(report, values=1 << 14 if smoke else 1 << 18, rounds=3 if smoke else 41)
         _count_speed(report, rows=1 << (12 if smoke else 22), rounds=3 if smoke else 41)
     finally:
@@ -127,13 +133,15 @@ def _count_speed(report: Report, rows: int, rounds: int) -> None:
 
 
 def _store(rows: Tensor, importance: Tensor, price: float) -> None:
-    """Choose widths and quantize, as the agent does."""
+    """Choose widths and quantize, with the kernels that the agent calls."""
+    method = priced_method("auto")
+    assert method is not None  # of this setting
     widths = allocate(rows, importance, price)
     for width in WIDTHS:
         ids = torch.nonzero(widths == width).flatten()
         chosen = torch.empty(len(ids), rows.shape[1])
         row_gather.gather(rows, ids, chosen)
-        quantize_packed(chosen, width, half_parameters=True)
+        quantize_packed(chosen, width, method, half_parameters=True)
 
 
 def _gate(rows: Tensor, importance: Tensor, price: float) -> None:
