@@ -15,13 +15,13 @@ from recpoint.dashboards.texts import NONE, Alert, plain
 from recpoint.dashboards.watched_runs import WatchedRun
 from recpoint.dashboards.watched_sinks import SinkView, WatchedSink
 from recpoint.serving.sinks.records import CommittedVersion
-from recpoint.units import counted, duration_text, time_text
+from recpoint.units import bytes_text, counted, duration_text, time_text
 
 __all__ = ["SINK_HEADINGS", "SinkLag", "sink_lag", "sink_row", "sink_state", "sink_trouble"]
 
 SINK_HEADINGS = (
     *("State", "Sink", "Run", "Readers see step", "Version", "Behind the newest"),
-    *("Published (UTC)", "Seen"),
+    *("Deferred", "Published (UTC)", "Seen"),
 )
 #: As the alert `RecpointSinkBehind` has it.
 _LATE_SECONDS: Final = 600.0
@@ -75,7 +75,7 @@ def sink_row(sink: WatchedSink, runs: Sequence[WatchedRun]) -> tuple[str, ...]:
     view, committed = sink.seen, sink.seen.committed
     seen = NONE if view.looked is None else f"{duration_text(time.monotonic() - view.looked)} ago"
     if committed is None:
-        return (_standing(view, None), plain(sink.name), *[NONE] * 5, seen)
+        return (_standing(view, None), plain(sink.name), *[NONE] * 6, seen)
     run = _run_of(committed, runs)
     lag = _lag_of(committed, run)
     return (
@@ -85,6 +85,7 @@ def sink_row(sink: WatchedSink, runs: Sequence[WatchedRun]) -> tuple[str, ...]:
         f"{committed.version.checkpoint.step:,}",
         f"{committed.number:,}",
         NONE if lag is None else _lag_text(lag),
+        _deferred_text(committed),
         time_text(committed.committed_ms),
         seen,
     )
@@ -146,3 +147,11 @@ def _lag_text(lag: SinkLag) -> str:
         return "0 s"
     more = "more than " if lag.has_more else ""
     return f"{more}{duration_text(lag.seconds)}, {counted(lag.checkpoints, 'checkpoint')}"
+
+
+def _deferred_text(committed: CommittedVersion) -> str:
+    deferred = committed.deferred
+    if deferred is None:
+        return "0 rows"
+    size = f"{counted(deferred.rows, 'row')}, {bytes_text(deferred.size_bytes)}"
+    return f"{size}, the oldest at step {deferred.oldest.step:,}"

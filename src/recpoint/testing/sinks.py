@@ -19,6 +19,7 @@ from torch import Tensor
 
 from recpoint.errors import NotServing, SinkError, UnknownTable
 from recpoint.format.records import CheckpointRef
+from recpoint.serving.sinks.backlog import Backlog, without_backlog
 from recpoint.serving.sinks.contract import Sink
 from recpoint.serving.sinks.records import SinkTable, SinkVersion, TableChange
 
@@ -146,6 +147,44 @@ class SinkSuite:
             assert committed.version == sink_version(3)
             assert committed.parent == sink_version(2).checkpoint
             assert [change.rows_put for change in committed.changes] == [2, 1]
+
+    def test_deferred_rows_are_recorded_with_their_version(
+        self, open_sink: Callable[[], Sink]
+    ) -> None:
+        """What a version defers comes with its commit, beside the dense layers, and goes so."""
+        backlog = Backlog()
+        backlog.checkpoints[1] = sink_version(1).checkpoint
+        backlog.add("users", ids_of(3, 4, 5), 1)  # a range, whose tensor is empty
+        backlog.add("items", ids_of(2, 50), 1)
+        version = sink_version(2)
+        changes = [
+            TableChange(
+                table=table.name,
+                rows_put=0,
+                rows_deleted=0,
+                digest="0" * 16,
+                deferred=backlog.summary(table),
+            )
+            for table in version.tables
+        ]
+        with open_sink() as sink:
+            bring(sink, 1, {"users": ids_of(*range(9)), "items": ids_of(2, 50)}, parent=None)
+            sink.begin(version, sink_version(1).checkpoint)
+            sink.commit(backlog.beside({"top": torch.ones(2)}, version), changes)
+        with open_sink() as sink, sink.reading() as reading:
+            dense = reading.dense()
+            recorded = Backlog.of_dense(dense, version, url=sink.url)
+            assert [recorded.summary(table) for table in version.tables] == [
+                change.deferred for change in reading.version.changes
+            ]
+            assert reading.version.deferred is not None and reading.version.deferred.rows == 5
+            assert set(without_backlog(dense)) == {"top"}
+        with open_sink() as sink:
+            bring(sink, 3, {"users": ids_of(3)}, parent=2)
+            committed = sink.position().committed
+            assert committed is not None and committed.deferred is None
+            with sink.reading() as reading:
+                assert set(reading.dense()) == {"top"}
 
     def test_ids_come_in_any_order_and_twice(self, open_sink: Callable[[], Sink]) -> None:
         """Rows come back in the order of the ids; ids are any numbers of 64 bits."""

@@ -16,8 +16,9 @@ from recpoint.dashboards.sink_texts import SINK_HEADINGS, sink_lag
 from recpoint.dashboards.watched_runs import WatchedRun
 from recpoint.dashboards.watched_sinks import WatchedSink
 from recpoint.errors import SettingsError
+from recpoint.serving.sinks.most_changed import ID_BYTES
 from recpoint.serving.sinks.opening import open_sink
-from recpoint.serving.sinks.publisher import SinkPublisher
+from recpoint.serving.sinks.publisher import Budget, SinkPublisher
 from recpoint.testing.sinks import bring, ids_of
 from tests.catalog_builder import Table, new_run
 from tests.followed_run import Trainer
@@ -80,6 +81,16 @@ def test_a_sink_is_followed_from_nothing_to_behind(page: _Page) -> None:
     assert row["Behind the newest"].endswith(", 2 checkpoints")
     page.publish()
     assert (page.row()["State"], page.shown()["Version"]) == ("up to date", "2")
+
+
+def test_deferred_rows_are_shown(page: _Page) -> None:
+    page.trainer.commit(1)
+    page.publish()
+    assert page.row()["Deferred"] == "0 rows"
+    rows = page.trainer.commit(2).dirty_rows - 3
+    with open_sink(page.url) as sink:
+        SinkPublisher(page.run.url, sink, budget=Budget(3 * (16 + ID_BYTES))).poll()
+    assert page.row()["Deferred"] == f"{rows} rows, {16 * rows} B, the oldest at step 1"
 
 
 def test_lag_counts_from_the_first_checkpoint_that_is_missing(page: _Page) -> None:
