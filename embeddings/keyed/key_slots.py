@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -31,6 +32,8 @@ class KeySlots:
 
     All of it follows from the row states, the gate and the number of steps; the map of keys is
     built from these. Slots are 1 to `capacity_rows`; 0 stands for a key without one.
+
+    One thread trains. Others may look keys up meanwhile, and wait while it gives slots to keys.
 
     Args:
         weight: [capacity_rows + 1, dim].
@@ -83,12 +86,19 @@ class KeySlots:
         self._order = self._new_order()
         #: A call changes keys, row states or what follows from them, or was interrupted then.
         self._is_changing = False
+        #: Held while keys change, or are found. A handler of the same thread may take it again.
+        self._lock = threading.RLock()
 
     def __getstate__(self) -> dict[str, Any]:
         # The marker belongs to the tables of the model that this is a copy of.
         state = {**self.__dict__, "marker": None, "_is_changing": True}
         del state["_map"], state["_order"]  # `_settle` makes them
+        del state["_lock"]
         return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._lock = threading.RLock()
 
     @property
     def capacity_rows(self) -> int:
@@ -98,8 +108,9 @@ class KeySlots:
     @property
     def rows_used(self) -> int:
         """Number of keys that have a slot."""
-        self._settle()
-        return len(self._map)
+        with self._lock:
+            self._settle()
+            return len(self._map)
 
     def counts_now(self) -> KeyCounts:
         """Return what the keys did so far, in any thread; a change may be half counted."""
@@ -109,13 +120,15 @@ class KeySlots:
 
     def keys(self) -> Tensor:
         """Return the keys that have slots, ascending: int64 [rows_used]."""
-        slots = used_rows(self.row_states[LAST_USE])
-        return self.row_states[KEY][slots].sort().values
+        with self._lock:
+            slots = used_rows(self.row_states[LAST_USE])
+            return self.row_states[KEY][slots].sort().values
 
     def find(self, keys: Tensor) -> Tensor:
         """Return the slot of each key, int64 [n], or 0: int64 [n]. Changes nothing."""
-        self._settle()
-        return self._map.find(keys.contiguous())
+        with self._lock:
+            self._settle()
+            return self._map.find(keys.contiguous())
 
     def coming(self, keys: Tensor) -> tuple[Tensor, Tensor]:
         """Return what a lookup of training would find now. Changes nothing.
@@ -127,9 +140,10 @@ class KeySlots:
             The slot of each key, or 0: int64 [n]; and the keys that would get one: int64 [m], all
             different.
         """
-        self._settle()
-        slots, missing_keys = self._map.find_or_list(keys.contiguous())
-        return slots, self._gate.admitted(missing_keys, self.steps)
+        with self._lock:
+            self._settle()
+            slots, missing_keys = self._map.find_or_list(keys.contiguous())
+            return slots, self._gate.admitted(missing_keys, self.steps)
 
     def take(self, keys: Tensor) -> Tensor:
         """Return the slot of each key that training looks up, or 0 for keys without a slot.
@@ -147,13 +161,16 @@ class KeySlots:
             SettingsError: the table has too few rows for the keys between two optimizer steps.
                 Nothing has changed, but rows whose time to live is over are gone.
         """
+        with self._lock:
+            return self._take(keys.contiguous())
+
+    def _take(self, keys: Tensor) -> Tensor:
         self._settle()
         self.looked_up_step = self.steps
         if self._expiry is not None:
             self._is_changing = True
             self._evict(self._expiry.expired(self.row_states[LAST_USE], self.steps))
             self._is_changing = False
-        keys = keys.contiguous()
         slots, missing_keys = self._map.find_or_list(keys)
         if missing_keys.numel():
             self._give_slots(keys, slots, missing_keys)
@@ -164,10 +181,11 @@ class KeySlots:
 
     def delete(self, keys: Tensor) -> None:
         """Take the slots from keys, int64 [n], as if they had never had one; others are ignored."""
-        slots = self.find(keys)
-        slots = torch.unique(slots[slots > 0])
-        self.open_lookups.leave(slots)
-        self._empty(slots)
+        with self._lock:
+            slots = self.find(keys)
+            slots = torch.unique(slots[slots > 0])
+            self.open_lookups.leave(slots)
+            self._empty(slots)
 
     def begin_states(self, optimizers: Sequence[Optimizer]) -> None:
         """Begin the entries of slots that changed hands in the states of optimizers.
@@ -211,9 +229,10 @@ class KeySlots:
 
         An error leaves the table as it was.
         """
-        self._map.grow(row_states[KEY])
-        self.row_states = row_states
-        self._order = self._new_order()
+        with self._lock:
+            self._map.grow(row_states[KEY])
+            self.row_states = row_states
+            self._order = self._new_order()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the live state beside the row states; "settings" must be equal after a restore."""
@@ -241,7 +260,8 @@ class KeySlots:
         self.rows.drop_pending()
         self.rows.follow_weight()
         self.open_lookups.leave(torch.arange(1, self.capacity_rows + 1))
-        self._rebuild()
+        with self._lock:
+            self._rebuild()
 
     def refuse_settings(self, state: Mapping[str, Any]) -> None:
         """Refuse what `state_dict` returned of a table with other rules.
@@ -354,7 +374,9 @@ class KeySlots:
     def _settle(self) -> None:
         """Undo what a call has left half done when it was interrupted."""
         if self._is_changing:
-            self._rebuild()
+            with self._lock:  # of a thread that is about to have done it
+                if self._is_changing:
+                    self._rebuild()
 
     def _rebuild(self) -> None:
         """Build from the row states what follows from them."""
