@@ -65,6 +65,7 @@ class Backlog:
     def __init__(self) -> None:
         self.checkpoints: dict[int, CheckpointRef] = {}
         self._parts: dict[str, list[StandingRows]] = {}
+        self._sorted: dict[str, StandingRows] = {}  # tables to which nothing was added since
 
     @classmethod
     def of_dense(cls, dense: Mapping[str, Tensor], version: SinkVersion, *, url: str) -> Self:
@@ -115,18 +116,21 @@ class Backlog:
             numbers: of the version that all rows stand at, or int64 [n].
         """
         if len(ids):
+            self._sorted.pop(table, None)
             each = numbers if isinstance(numbers, Tensor) else torch.full_like(ids, numbers)
             self._parts.setdefault(table, []).append(StandingRows(ids, each))
 
     def rows_of(self, table: str) -> StandingRows:
-        """Return the deferred rows of a table."""
+        """Return the deferred rows of a table; sorted once, however often it is called."""
         parts = self._parts.get(table)
         if not parts:
             return _NO_ROWS
+        if table in self._sorted:
+            return self._sorted[table]
         ids = torch.cat([part.ids for part in parts])
         order = ids.argsort()
         rows = StandingRows(ids[order], torch.cat([part.numbers for part in parts])[order])
-        self._parts[table] = [rows]
+        self._parts[table], self._sorted[table] = [rows], rows
         return rows
 
     @property

@@ -495,6 +495,10 @@ def test_the_record_of_deferred_rows_is_read_back_and_checked() -> None:
     assert again.rows_of("users").numbers_of(ids).tolist() == [5, 0, 3, 5]
     assert again.rows_of("items").numbers_of(torch.tensor([2**62, -5, 0])).tolist() == [3, 5, 0]
     assert again.numbers == [3, 5]
+    assert again.rows_of("users") is again.rows_of("users")  # is sorted once for many chunks
+    again.add("users", torch.tensor([0]), 3)
+    assert again.rows_of("users").ids[0] == 0
+    again = Backlog.of_dense(dense, version, url="sqlite:x")
     assert again.summary(version.tables[1]) == backlog.summary(version.tables[1])
     names = [name for name in dense if name != "top"]
     damaged = [
