@@ -30,6 +30,7 @@ NAMES = (
     "parity",
     "persist",
     "restore",
+    "mixed_restore",
     "retention",
     "follow",
     "sinks",

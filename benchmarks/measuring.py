@@ -1,20 +1,19 @@
 """Measures what measuring the price of a bit takes from training, with `bits=Loss(increase=1e-4)`.
 
-Two copies of a DLRM train the same purchases in turn, some batches each: one measures, and the
-other, with `bits=8`, does not. All times are those of the process's own work, because other
-processes share the machine. No checkpoint falls due.
+A DLRM trains purchases in turns of 25 batches. Every other turn measures. All times are those of
+the process's own work, because other processes share the machine. No checkpoint falls due.
 
 `measuring_share` is the time inside `Checkpointer.measure`, over that of the other work of the same
-batches. `with_vs_without` is the time of the copy that measures over that of the other one: it has
+batches. `with_vs_without` is the time of the turns that measure over that of the others: it has
 what measuring leaves behind, such as cold caches, and the noise of both. Both are of 1,000 batches.
 
-First both copies must have equal weights after some batches: measuring changes nothing.
+First the model must have the weights of the same training without measuring: it changes nothing.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from time import process_time
 from typing import Any, NamedTuple
 
@@ -31,11 +30,10 @@ __all__ = ["KEYS", "run"]
 
 KEYS = ("measuring_share", "with_vs_without")
 
-#: Half of 0.5 %: the clock of `Loss.share` also runs while the other copy trains.
+#: Half of 0.5 %: the clock of `Loss.share` also runs in the turns that do not measure.
 _SHARE = 0.0025
 _DIM = 16
 _INTERVAL_BATCHES = 1_000
-#: Batches that one copy trains before the other one does.
 _TURN_BATCHES = 25
 _INTERVALS = 3
 
@@ -45,8 +43,8 @@ class _Seconds(NamedTuple):
 
     Attributes:
         measuring: inside `Checkpointer.measure`.
-        others: all else, of the copy that measures.
-        without: of the copy that does not.
+        others: all else, of the turns that measure.
+        without: of the turns that do not.
     """
 
     measuring: float
@@ -55,7 +53,10 @@ class _Seconds(NamedTuple):
 
 
 def run(*, smoke: bool) -> Report:
-    """Train both copies for three intervals of 1,000 batches of 1,024 samples, 16 values a row."""
+    """Train three intervals of 1,000 batches with measuring, and as many between without.
+
+    A batch has 1,024 samples, and rows have 16 values.
+    """
     torch.sparse.check_sparse_tensor_invariants.disable()  # the default, without its warning
     task = retail(dim=_DIM, batches=8, tests=2, rows=1 << 10) if smoke else retail(dim=_DIM)
     interval, turn = (8, 4) if smoke else (_INTERVAL_BATCHES, _TURN_BATCHES)
@@ -64,32 +65,31 @@ def run(*, smoke: bool) -> Report:
     torch.set_num_threads(1)
     try:
         with scratch() as memory:
-            measuring, without = _copy(task), _copy(task)
+            learned, plain = _copy(task), _copy(task)
             setting = Loss(increase=1e-4, of=_loss_of, share=_SHARE)
-            with (
-                staged_run(
-                    *measuring, url=str(memory / "a"), staging=memory / "b", bits=setting
-                ) as priced,
-                staged_run(*without, url=str(memory / "c"), staging=memory / "d", bits=8) as plain,
-            ):
-                batches = itertools.cycle(task.batches(0))
-                checkpointers = (priced.checkpointer, plain.checkpointer)
-                _train(measuring, without, checkpointers, batches, turn, turn)
-                _require_same(measuring, without)
+            batches = itertools.cycle(task.batches(0))
+            with staged_run(
+                *learned, url=str(memory / "run"), staging=memory / "staging", bits=setting
+            ) as tracked:
+                checkpointer = tracked.checkpointer
+                _train(learned, checkpointer, batches, turn, turn)
+                for number, batch in enumerate(itertools.islice(task.batches(0), 2 * turn)):
+                    torch.manual_seed(number)
+                    train_batch(*plain, batch)
+                _require_same(learned, plain)
                 intervals = []
                 for number in range(_INTERVALS):
-                    measured_before = _measured(priced.checkpointer)
-                    seconds = _train(measuring, without, checkpointers, batches, interval, turn)
+                    measured_before = _measured(checkpointer)
+                    seconds = _train(learned, checkpointer, batches, interval, turn)
                     intervals.append(seconds)
                     report.rows.append(
                         (
                             number + 1,
-                            _measured(priced.checkpointer) - measured_before,
+                            _measured(checkpointer) - measured_before,
                             seconds.measuring / seconds.others,
                             (seconds.measuring + seconds.others) / seconds.without,
                         )
                     )
-                _require_same(measuring, without)
     finally:
         torch.set_num_threads(threads)
     with_measuring = [each.measuring + each.others for each in intervals]
@@ -118,34 +118,28 @@ def _loss_of(model: Any, batch: Any) -> Tensor:
 
 
 def _train(
-    measuring: Learned,
-    without: Learned,
-    checkpointers: tuple[Checkpointer, Checkpointer],
-    batches: Iterator[Any],
-    count: int,
-    turn: int,
+    learned: Learned, checkpointer: Checkpointer, batches: Iterator[Any], count: int, turn: int
 ) -> _Seconds:
-    """Train both copies with so many batches, the same ones, in turns of so many."""
-    priced, plain = checkpointers
-    measured_seconds = priced_seconds = plain_seconds = 0.0
+    """Train so many batches in turns that measure, and as many in turns between that do not."""
+    measuring_seconds = measured_seconds = plain_seconds = 0.0
     for _ in range(count // turn):
-        of_turn: Sequence[Any] = list(itertools.islice(batches, turn))
+        of_turns = list(itertools.islice(batches, 2 * turn))
         began = process_time()
-        for number, batch in enumerate(of_turn):
-            torch.manual_seed(number)  # both copies drop the same values out
+        for number, batch in enumerate(of_turns[:turn]):
+            torch.manual_seed(number)  # draws what is dropped out
             asked = process_time()
-            priced.measure(batch)
-            measured_seconds += process_time() - asked
-            train_batch(*measuring, batch)
-            priced.step()
+            checkpointer.measure(batch)
+            measuring_seconds += process_time() - asked
+            train_batch(*learned, batch)
+            checkpointer.step()
         ended = process_time()
-        for number, batch in enumerate(of_turn):
+        for number, batch in enumerate(of_turns[turn:], turn):
             torch.manual_seed(number)
-            train_batch(*without, batch)
-            plain.step()
-        priced_seconds += ended - began
+            train_batch(*learned, batch)
+            checkpointer.step()
+        measured_seconds += ended - began
         plain_seconds += process_time() - ended
-    return _Seconds(measured_seconds, priced_seconds - measured_seconds, plain_seconds)
+    return _Seconds(measuring_seconds, measured_seconds - measuring_seconds, plain_seconds)
 
 
 def _measured(checkpointer: Checkpointer) -> int:
@@ -155,9 +149,9 @@ def _measured(checkpointer: Checkpointer) -> int:
     return figures.batches
 
 
-def _require_same(measuring: Learned, without: Learned) -> None:
-    """Raise RuntimeError unless both copies have equal parameters."""
-    expected = without.model.state_dict()
-    for name, values in measuring.model.state_dict().items():
+def _require_same(measured: Learned, plain: Learned) -> None:
+    """Raise RuntimeError unless both models have equal parameters."""
+    expected = plain.model.state_dict()
+    for name, values in measured.model.state_dict().items():
         if not torch.equal(values, expected[name]):
             raise RuntimeError(f"{name}: a model that measures has other values than one without")
