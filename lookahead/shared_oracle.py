@@ -22,7 +22,7 @@ from torch import Tensor
 from recpoint.kernels.slot_map import SlotMap, Taken
 from recpoint.lookahead.oracle import CapacityError, Step
 
-__all__ = ["Exchange", "Planned", "Rows", "SharedOracle"]
+__all__ = ["Claimed", "Exchange", "Planned", "Rows", "SharedOracle"]
 
 _NONE: Final = torch.empty(0, dtype=torch.int64, device="cpu")
 
@@ -72,6 +72,21 @@ class Planned:
     exchange: Exchange | None
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Claimed:
+    """What one call of `claim` has changed.
+
+    Attributes:
+        step: rows that leave and enter the cache of this rank; None: nothing changed there.
+        moves: whether rows leave or enter the cache of any rank.
+        exchange: None: there is no room in some cache.
+    """
+
+    step: Step | None
+    moves: bool
+    exchange: Exchange | None
+
+
 class SharedOracle:
     """Plans the caches of all ranks for one table.
 
@@ -96,6 +111,8 @@ class SharedOracle:
         self._taken_by_rank: dict[
             int, Taken
         ] = {}  # ranks that have room for the batch that is planned next
+        # The same for rows that are claimed.
+        self._claimed_by_rank: dict[int, Taken] = {}
         # For each slot of this rank, the last planned batch that needs its row.
         self._used = torch.zeros(self.capacity, dtype=torch.int64, device="cpu")
         #: By planned batch that is not released: slots of the rows that this rank has for it.
@@ -182,9 +199,7 @@ class SharedOracle:
         return needs
 
     def _owners(self, union: Tensor, users: Tensor) -> Tensor:
-        owner = torch.full(union.shape, -1, dtype=torch.int64, device="cpu")
-        for rank, slot_map in enumerate(self._maps):
-            owner[slot_map.find(union) >= 0] = rank
+        owner = self.owners(union)
         new = torch.nonzero(owner < 0).view(-1)
         if new.numel():
             is_user = users[:, new]
@@ -202,7 +217,7 @@ class SharedOracle:
         if step is None and self._kept_until > self._planned:
             # As in Oracle: rows stay no longer for batches that are only expected.
             for peer, peer_map in enumerate(self._maps):
-                peer_map.lower(batch if peer in self._taken_by_rank else self._planned)
+                peer_map.lower(self._planned + (peer in self._taken_by_rank))
             self._kept_until, self._dropped = 0, self._expected
             step = slot_map.take(needed_ids, use=batch, released=self._released)
         return step
@@ -223,8 +238,12 @@ class SharedOracle:
     ) -> Exchange:
         own_ids, borrowed, needed_ids = needs[self._rank]
         slots = self._maps[self._rank].find(needed_ids)
-        self._used[slots] = batch
-        self._needed[batch] = slots
+        self._used[slots] = self._used[slots].clamp_(min=batch)
+        # A claim adds to what the plan had.
+        self._needed[batch] = torch.cat([self._needed.get(batch, _NONE), slots])
+        if batch == self._asked_batch:
+            self._is_needed[slots] = True
+            self._asked_slots = self._needed[batch]
         _, *borrowed_slots = slots.split([own_ids.numel(), *(ids.numel() for ids in borrowed)])
         lent = [needs_of_rank[1][self._rank] for needs_of_rank in needs]
         return Exchange(
@@ -236,6 +255,42 @@ class SharedOracle:
             ),
             lent=tuple(Rows(ids=ids, slots=self._maps[self._rank].find(ids)) for ids in lent),
         )
+
+    def claim(self, ids: Sequence[Tensor], *, batch: int) -> Claimed:
+        """Give slots to rows that a planned batch looks up, whether or not its plan has them.
+
+        Args:
+            ids: as for `plan`.
+            batch: planned, and not released.
+
+        Raises:
+            CapacityError: a rank needs more slots for these rows alone than its cache has; no slot
+                has changed.
+        """
+        needs = self._needs(ids)
+        for (_, _, needed_ids), slot_map in zip(needs, self._maps, strict=True):
+            if needed_ids.numel() > slot_map.capacity:
+                raise CapacityError(needed_ids.numel(), slot_map.capacity)
+        step, moves = None, False
+        for rank, (_, _, needed_ids) in enumerate(needs):
+            if rank in self._claimed_by_rank:
+                continue
+            taken_slots = self._take(rank, needed_ids, batch)
+            if taken_slots is None:
+                return Claimed(step=step, moves=moves, exchange=None)
+            self._claimed_by_rank[rank] = taken_slots
+            moves |= bool(taken_slots.fetched_ids.numel() or taken_slots.evicted_ids.numel())
+            if rank == self._rank:
+                step = self._step(batch, taken_slots)
+        self._claimed_by_rank.clear()
+        return Claimed(step=step, moves=moves, exchange=self._exchange(batch, needs))
+
+    def owners(self, ids: Tensor) -> Tensor:
+        """Return the rank that owns each row, int64 [k], -1 where no cache has it: int64 [k]."""
+        owner = torch.full(ids.shape, -1, dtype=torch.int64, device="cpu")
+        for rank, slot_map in enumerate(self._maps):
+            owner[slot_map.find(ids) >= 0] = rank
+        return owner
 
     def expect(self, ids: Sequence[Tensor]) -> None:
         """Keep rows in the caches that the batch `expected` + 1 looks up; it is planned later.

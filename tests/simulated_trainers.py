@@ -11,7 +11,7 @@ from typing import Any, Final, TypeVar
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from recpoint import Lookahead
@@ -21,7 +21,7 @@ from recpoint.embeddings.cache.shared import shared_cache
 from recpoint.embeddings.home.channel import Channel
 from recpoint.embeddings.server.home import ServedHome
 from recpoint.trainer_plugin.state import rng
-from tests.cached_training import INITIAL, Batch, Batches, Model, uncached_model
+from tests.cached_training import INITIAL, Batch, Batches, uncached_model
 from tests.several_trainers import added, loss_of, present
 from tests.simulated_ranks import Network, Servers
 
@@ -45,7 +45,7 @@ class Trainer:
 
     rank: int
     ranks: int
-    model: Model
+    model: Any
     cache: Cache
     channel: Channel
 
@@ -98,6 +98,7 @@ def on_threads(
     *,
     ranks: int = 2,
     slots: dict[str, int] | None = None,
+    new_model: Callable[..., nn.Module] = uncached_model,
     **form: Any,
 ) -> list[T | BaseException]:
     """Run `act` on each rank; return what each has returned or raised, in rank order.
@@ -106,11 +107,12 @@ def on_threads(
         act: is given the rank.
         ranks: number of ranks.
         slots: slots of each table.
-        form: as for `Model`.
+        new_model: makes the model of a rank.
+        form: what `new_model` is given; by default, as for `Model`.
     """
     network = Network(ranks, Servers(1, seed=0, repeats=0.0))
     results: list[T | BaseException] = [AssertionError("it has not ended")] * ranks
-    models = [uncached_model(**form) for _ in range(ranks)]
+    models = [new_model(**form) for _ in range(ranks)]
     counts = slots or {"users": 80, "items": 90}
 
     def run(rank: int) -> None:
@@ -136,7 +138,7 @@ def on_threads(
 def _run(
     network: Network,
     rank: int,
-    model: Model,
+    model: nn.Module,
     slots: dict[str, int],
     act: Callable[[Trainer], T],
 ) -> T:

@@ -36,6 +36,7 @@ from recpoint.embeddings.cache.planner import Planner
 from recpoint.embeddings.cache.progress import CacheStats
 from recpoint.embeddings.cache.reduction import Reduction
 from recpoint.embeddings.cache.residents import CachedRows, FirstValues
+from recpoint.embeddings.cache.shared_lookups import SharedLookups, SlotChanges
 from recpoint.embeddings.cache.slot_lookups import SlotLookups
 from recpoint.embeddings.cache.steps import Steps, follow_steps
 from recpoint.embeddings.cache.trainers import OneTrainer, Trainers
@@ -113,6 +114,34 @@ class Cache:
     def reduction(self) -> Reduction | None:
         """The part that averages all trainers' gradients before a step; None: there is only one."""
         return self._trainers.reduction
+
+    @property
+    def shared_lookups(self) -> SharedLookups | None:
+        """The part that makes lookups of keyed tables on all trainers; None: there is only one."""
+        return self._trainers.lookups
+
+    def bring_together(
+        self, name: str, ids: Tensor, changes: SlotChanges, *, trains: bool
+    ) -> None:
+        """Have the rows that a lookup of a shared keyed table reads in slots. Collective.
+
+        Args:
+            name, ids, changes, trains: as for `SharedLookups.bring`.
+
+        Raises:
+            SettingsError, RanksDiffer, RankLost, HomeError: see `SharedLookups.bring`.
+        """
+        assert self.shared_lookups is not None
+        self.end_failed_step()
+        self._lookups.refuse_staying()
+        self.shared_lookups.bring(
+            self.tables[name],
+            ids,
+            changes,
+            trains=trains,
+            will_change=self._steps.will_change,
+            forget_plans=self._planner.forget,
+        )
 
     def turn_to(self, reader: object) -> None:
         """Plan the batches of this reader from now on, and forget those of the one before.

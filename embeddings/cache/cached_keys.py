@@ -7,6 +7,9 @@ row is not written back.
 
 Plans are hints: the keys of coming batches that have slots now name the rows that are brought, and
 the cache keeps a slot free for each key that has none (`reserved_slots.py`).
+
+If several trainers share the rows, all give the same slots to the same keys, and make each lookup
+together (`shared_lookups.py`).
 """
 
 from __future__ import annotations
@@ -23,8 +26,8 @@ from recpoint.embeddings.cache.lookup_places import rows_of_lookup
 from recpoint.embeddings.cache.refused_uses import copy_refused, loaded_state_refused
 from recpoint.embeddings.cache.reserved_slots import ReservedSlots
 from recpoint.embeddings.cache.residents import CachedRows
+from recpoint.embeddings.cache.shared_lookups import SlotChanges
 from recpoint.embeddings.cache.slots import TableSlots
-from recpoint.embeddings.home.ranks import rank_and_count
 from recpoint.embeddings.keyed.embedding import KeyedEmbedding, KeyedEmbeddingBag
 from recpoint.embeddings.keyed.slot_memory import LookupRows
 from recpoint.errors import SettingsError
@@ -51,6 +54,8 @@ class CachedKeys:
         self.name = name
         self._is_bag = is_bag
         self._sparse = sparse
+        slots = cache.tables[name].slots
+        self._changes = SlotChanges(slots.dim, slots.weight.dtype)
 
     @classmethod
     def install(cls, cache: Cache, name: str, module: KeyedLookup) -> CachedKeys:
@@ -76,13 +81,30 @@ class CachedKeys:
         """The place of row 0, which is the padding row."""
         return self.cache.tables[self.name].slots.padding
 
+    @property
+    def ranks(self) -> int:
+        """Number of trainers that share the rows."""
+        shared = self.cache.shared_lookups
+        return 1 if shared is None else shared.ranks
+
+    def gather(self, own_part: Tensor) -> list[Tensor]:
+        """Send bytes to all trainers; see `SlotMemory`."""
+        shared = self.cache.shared_lookups
+        return [own_part] if shared is None else shared.gather(self.name, own_part)
+
     def put(self, slots: Tensor, values: Tensor) -> None:
         """Begin rows with values, and with the row states of rows that were never trained."""
-        self.cache.begin_rows(self.name, slots, values)
+        if self.ranks > 1:  # their owners write them when the lookup is made
+            self._changes.put(slots, values)
+        else:
+            self.cache.begin_rows(self.name, slots, values)
 
     def empty(self, slots: Tensor) -> None:
         """Begin rows with zeros; see `SlotMemory`."""
-        self.cache.empty_rows(self.name, torch.unique(slots))
+        if self.ranks > 1:
+            self._changes.empty(torch.unique(slots))
+        else:
+            self.cache.empty_rows(self.name, torch.unique(slots))
 
     def drop_gradients(self, slots: Tensor) -> None:
         """Do nothing: the cache refuses a gradient that an earlier step has applied."""
@@ -93,6 +115,8 @@ class CachedKeys:
     def lookup_rows(self, weight: Tensor, slots: Tensor, *, trains: bool) -> LookupRows:
         """Bring slots, and return where they are in the cache; see `SlotMemory`."""
         self.cache.tables[self.name].slots.refuse_other(weight)
+        if self.ranks > 1:
+            self.cache.bring_together(self.name, slots, self._changes, trains=trains)
         rows = rows_of_lookup(
             self.cache, self.name, slots, trains=trains, sparse=self._sparse, is_bag=self._is_bag
         )
@@ -138,8 +162,7 @@ def rows_of_keyed(name: str, module: KeyedLookup, capacity: int) -> CachedRows:
         capacity: number of slots of the cache.
 
     Raises:
-        SettingsError: the table has keys, is cached already, or is on a GPU; or there are several
-            ranks.
+        SettingsError: the table has keys, is cached already, or is on a GPU.
     """
     weight, keys = module.weight, module.slots
     problem = None
@@ -149,13 +172,11 @@ def rows_of_keyed(name: str, module: KeyedLookup, capacity: int) -> CachedRows:
         problem = f"{keys.rows_used} keys that have rows already"
     elif weight.is_cuda:
         problem = f"a weight on {weight.device}"
-    elif rank_and_count()[1] > 1:
-        problem = f"{rank_and_count()[1]} ranks, which would give different keys to the same rows"
     if problem is not None:
         raise SettingsError(
             f"cached(model): keyed table {name!r}",
             found=problem,
-            expected="one process, and a new keyed table in memory or on the meta device",
+            expected="a new keyed table in memory or on the meta device",
             next_step="cache a new model and restore a checkpoint into it, or leave the table out: "
             "capacity_rows={name: slots} for the others",
         )

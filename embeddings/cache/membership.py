@@ -36,6 +36,7 @@ class Membership:
         channels: as given.
         coming: the ids of coming batches of all ranks.
         later_thread: makes later steps.
+        over_batch: the last batch whose training is over on this rank.
         has_left: this rank exchanges nothing any more.
     """
 
@@ -45,6 +46,7 @@ class Membership:
         self._progress = progress
         self.later_thread = CallThread("recpoint-later-steps")
         self.coming = self._new_coming()
+        self.over_batch = progress.batch
         self.has_left = False
 
     def _new_coming(self) -> ComingIds:

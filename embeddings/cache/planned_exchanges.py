@@ -34,13 +34,25 @@ class PlannedExchanges:
         """Remember the exchange of a table."""
         self._exchanges[name][exchange.batch] = exchange
 
+    def extend(self, name: str, exchange: Exchange) -> None:
+        """Remember the exchange of a lookup, beside those of the same batch before."""
+        earlier = self._exchanges[name].get(exchange.batch)
+        self.add(name, exchange if earlier is None else merged([earlier, exchange]))
+
     def add_part_ids(self, name: str, batch: int, ids: Tensor) -> None:
         """Remember the rows of this rank's part that any rank looks up, int64 [n]."""
         self._part_ids[name][batch] = ids
 
     def of(self, batch: int) -> dict[str, Exchange]:
-        """Return the exchange of each table for a batch that is planned and not trained."""
-        return {name: by_batch[batch] for name, by_batch in self._exchanges.items()}
+        """Return the exchange of each table for a batch that is planned and not trained.
+
+        Those of keyed tables are made by lookups.
+        """
+        return {
+            name: by_batch[batch]
+            for name, by_batch in self._exchanges.items()
+            if batch in by_batch
+        }
 
     def pending(self, name: str, batch: int) -> Exchange | None:
         """Return what is exchanged of a table up to a batch; None: nothing."""
@@ -61,7 +73,8 @@ class PlannedExchanges:
         assert slots.borrowed is not None
         slots.borrowed[borrowed_slots] = ids
         slots.ready[borrowed_slots] = True
-        self._borrowed_slots[name] = borrowed_slots
+        earlier_slots = self._borrowed_slots.get(name, NO_IDS)  # of other lookups
+        self._borrowed_slots[name] = torch.cat([earlier_slots, borrowed_slots])
 
     def return_borrowed(self, name: str) -> None:
         """Take note that the owners may have other values of a table's borrowed rows."""

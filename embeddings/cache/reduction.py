@@ -149,7 +149,8 @@ class Reduction:
         """
         if rows.gradients.is_averaged:
             return TableStep(exchange=exchange, at_once=exchange, is_averaged=True)
-        if next_ids is None:
+        if next_ids is None or rows.reserved is not None:
+            # Which rows the next batch looks up is not known before its lookups give slots to keys.
             return TableStep(exchange=exchange, at_once=exchange)
         later_step = LaterStep.of(optimizer, rows.slots)
         return TableStep.of(exchange, later_step, partial(_together, next_ids[rows.slots.name]))

@@ -24,6 +24,8 @@ __all__ = ["FIRST_RESERVED", "ReservedSlots"]
 #: Numbers from here on are no rows: a table has at most 2**48.
 FIRST_RESERVED: Final = 1 << 56
 
+_KEYS_OF_CHECK: Final = torch.tensor([0, -1], dtype=torch.int64, device="cpu")
+
 
 @dataclass(frozen=True, eq=False)
 class _Reserved:
@@ -51,6 +53,12 @@ class ReservedSlots:
     def forget(self) -> None:
         """Take note that no number has a slot."""
         self._reserved.clear()
+
+    @property
+    def rules(self) -> str:
+        """What has to be equal on all trainers that share the rows."""
+        first_values = self._keys.rows.first_values(_KEYS_OF_CHECK).double().tolist()
+        return f"{self._keys.state_dict()['settings']!r}, first values {first_values}"
 
     def rows_of(self, keys: Tensor) -> Tensor:
         """Return the rows that keys, int64 [n], have now, 0 for none: int64 [n]."""

@@ -116,9 +116,17 @@ class CachedRows:
             oracle: the table's.
             ids: int32 or int64 [n], on the CPU; None: nothing.
         """
+        oracle.expect(self.coming_ids(ids))
+
+    def coming_ids(self, ids: Tensor | None) -> Tensor:
+        """Return the rows that a coming batch looks up, as far as they are known: int64 [m].
+
+        Args:
+            ids: as for `expect`.
+        """
         if ids is not None and self.reserved is not None:
             ids = self.reserved.rows_of(ids.long())
-        oracle.expect(self.slots.in_range(ids))
+        return self.slots.in_range(ids)
 
     def plan(self, oracle: Oracle, ids: Tensor | None, *, batch: int) -> Step | None:
         """Plan what a batch looks up; see `Oracle.plan`.

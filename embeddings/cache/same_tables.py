@@ -40,8 +40,9 @@ def refuse_differing(channel: Channel, tables: Mapping[str, CachedRows]) -> None
     for name, cached_rows in tables.items():
         slots, storage = cached_rows.slots, cached_rows.storage
         values = 0 if storage is None else _checksum(storage)
+        rules = "" if cached_rows.reserved is None else f", {cached_rows.reserved.rules}"
         descriptions.append(
-            f"{name}: {slots.rows} x {slots.dim} {slots.weight.dtype}, values {values:08x}"
+            f"{name}: {slots.rows} x {slots.dim} {slots.weight.dtype}, values {values:08x}{rules}"
         )
     description = "\n".join(descriptions).encode()
     all_descriptions = channel.gather(torch.frombuffer(bytearray(description), dtype=torch.uint8))

@@ -37,6 +37,7 @@ from recpoint.embeddings.cache.progress import Progress
 from recpoint.embeddings.cache.rank_channels import RankChannels
 from recpoint.embeddings.cache.reduction import Reduction
 from recpoint.embeddings.cache.residents import NO_IDS, CachedRows
+from recpoint.embeddings.cache.shared_lookups import SharedLookups
 from recpoint.embeddings.cache.trainers import Trainers
 from recpoint.embeddings.cache.turns import Act, refuse_other_counts
 from recpoint.embeddings.home.channel import Channel, GlooChannel
@@ -94,7 +95,9 @@ class SeveralTrainers(Trainers):
         self._exchanges = PlannedExchanges(self._tables)
         self._reduction = Reduction(mover, progress, self._membership, self._exchanges)
         self.reduction = self._reduction
-        self._over_batch = progress.batch  # the last one whose training is over on this rank
+        self.lookups = SharedLookups(
+            mover, progress, self._membership, self._exchanges, self._oracles
+        )
         for rows in self._tables.values():
             slots = rows.slots
             slots.borrowed = torch.full((slots.capacity + 2,), -1, dtype=torch.int64, device="cpu")
@@ -122,7 +125,7 @@ class SeveralTrainers(Trainers):
             by_table = ids(position)
             new_batches.append(
                 {
-                    name: rows.slots.in_range(by_table.get(name))
+                    name: rows.coming_ids(by_table.get(name))
                     for name, rows in self._tables.items()
                 }
             )
@@ -132,7 +135,7 @@ class SeveralTrainers(Trainers):
             # A rank that makes a step would never tell its ids.
             self._channels.turns.agree(Act.READ_IDS, batch + 1)
         coming.tell(
-            new_batches, last_batch=batch, reading=reading, over=self._over_batch, waits=waits
+            new_batches, last_batch=batch, reading=reading, over=self._membership.over_batch, waits=waits
         )
         for oracle in self._oracles.values():
             oracle.release(min(coming.over, oracle.planned))
@@ -153,7 +156,8 @@ class SeveralTrainers(Trainers):
         if planned.step is not None:
             assert rows.slots.borrowed is not None
             rows.slots.borrowed[planned.step.fetched_slots] = -1
-        if planned.exchange is not None:
+        # What is exchanged of a keyed table is known at the lookup.
+        if planned.exchange is not None and rows.reserved is None:
             self._exchanges.add(name, planned.exchange)
         return planned.step, planned.exchange is not None
 
@@ -225,6 +229,8 @@ class SeveralTrainers(Trainers):
         batch, coming = self.progress.batch, self._membership.coming
         with held():
             for name, by_rank in coming.of(batch).items():
+                if self._tables[name].reserved is not None:
+                    continue  # lookups mark rows of keys
                 part = self._tables[name].part
                 part_ids = [ids[(ids >= part.start) & (ids < part.stop)] for ids in by_rank]
                 self._exchanges.add_part_ids(name, batch, torch.cat(part_ids))
@@ -253,7 +259,7 @@ class SeveralTrainers(Trainers):
             rows.forget_lookups()
             if rows.since is not None:
                 over_batch = min(over_batch, rows.since - 1)
-        self._over_batch = over_batch
+        self._membership.over_batch = over_batch
 
     def reduce(self, optimizer: Optimizer) -> None:
         """Reduce the gradients of all ranks at the owners of rows. Collective."""
@@ -329,7 +335,7 @@ class SeveralTrainers(Trainers):
         self._reduction.begin_anew()
         self._membership.coming.over = 0
         self._membership.coming.forget(self.progress.batch)
-        self._over_batch = self.progress.batch
+        self._membership.over_batch = self.progress.batch
 
     @property
     def end_seconds(self) -> float:

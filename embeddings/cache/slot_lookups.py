@@ -54,6 +54,15 @@ class SlotLookups:
         finally:
             stats.hits, stats.misses, self._may_bring = hits, misses, True
 
+    def refuse_staying(self) -> None:
+        """Refuse a lookup that brings rows, within `staying`.
+
+        Raises:
+            NotInSlots: the lookup is in such a block.
+        """
+        if not self._may_bring:
+            raise NotInSlots
+
     def slots_of(self, name: str, ids: Tensor, *, trains: bool) -> Tensor:
         """Return the slots of the rows that a lookup reads; see `Cache.slots_of`."""
         rows = self._tables[name]
@@ -79,8 +88,7 @@ class SlotLookups:
         slots = self._trainers.find(rows, flat_ids, hold)
         ready, stats = rows.slots.ready, self._progress.stats
         if slots.numel() and not (int(slots.min()) >= 0 and bool(ready[slots].all())):
-            if not self._may_bring:
-                raise NotInSlots
+            self.refuse_staying()
             missing_ids = int(((slots < 0) | ~ready[slots]).sum())
             stats.misses += missing_ids
             stats.hits -= missing_ids

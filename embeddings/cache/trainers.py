@@ -25,6 +25,7 @@ from recpoint.embeddings.cache.batch_ids import Reading
 from recpoint.embeddings.cache.progress import Progress
 from recpoint.embeddings.cache.reduction import Reduction
 from recpoint.embeddings.cache.residents import NO_IDS, CachedRows
+from recpoint.embeddings.cache.shared_lookups import SharedLookups
 from recpoint.lookahead.oracle import Oracle, Step
 
 __all__ = ["OneTrainer", "Trainers"]
@@ -38,10 +39,12 @@ class Trainers(ABC):
     Attributes:
         progress: at which batch this trainer is.
         reduction: averages gradients of all trainers; None: there are no others.
+        lookups: makes lookups of keyed tables together with them; None: there are no others.
     """
 
     progress: Progress
     reduction: Reduction | None = None
+    lookups: SharedLookups | None = None
 
     @abstractmethod
     def new_oracles(self) -> None:

@@ -37,6 +37,7 @@ class Act(IntEnum):
     AVERAGE = 13
     AGREE_ON_NORM = 14
     ANNOUNCE_CUT = 15
+    LOOK_UP = 16
 
 
 _SAID: Final = {
@@ -54,6 +55,7 @@ _SAID: Final = {
     Act.FREEZE_CUT: "has frozen the home for a checkpoint",
     Act.AVERAGE: "clips gradients after batch {}",
     Act.ANNOUNCE_CUT: "takes a checkpoint or ends after batch {}",
+    Act.LOOK_UP: "looks up keys in batch {}",
     Act.AGREE_ON_NORM: "has averaged gradients to clip them after batch {}",
 }
 

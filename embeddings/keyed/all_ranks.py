@@ -1,35 +1,26 @@
 """Has all ranks of a data-parallel training look up the keys of each of them.
 
-Each rank has the whole table. Keys, slots and the next evictions follow from the lookups, so ranks
-that look up the same keys have the same rows, as `DistributedDataParallel` has it of any parameter.
+Each rank has the whole table, or a cache of its rows. Keys, slots and the next evictions follow
+from the lookups, so ranks that look up the same keys give them the same slots.
 """
 
 from __future__ import annotations
 
 import zlib
-from typing import Any, Final
+from typing import Final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from recpoint.catalog.restore.keyed_rows import KEY
-from recpoint.embeddings.home.channel import Channel, GlooChannel
-from recpoint.embeddings.home.ranks import rank_and_count
 from recpoint.embeddings.keyed.key_slots import KeySlots
 from recpoint.errors import RanksDiffer, SettingsError
 
 __all__ = ["keys_of_all_ranks"]
 
-#: The longest time that a rank may be behind the others in a lookup.
-_WAIT_SECONDS: Final = 600.0
 #: Steps, the checksum of the table's name, and six numbers that say which keys have which slots.
 _HEADER: Final = 8
-
-#: The process group of the training, and the channel in it; one for all tables, because all ranks
-#: look them up in the same order.
-_opened: list[tuple[Any, Channel]] = []
 
 
 def keys_of_all_ranks(keys: Tensor, *, slots: KeySlots) -> Tensor:
@@ -48,14 +39,15 @@ def keys_of_all_ranks(keys: Tensor, *, slots: KeySlots) -> Tensor:
             other keys rows before.
         RankLost: a rank does not answer.
     """
-    if rank_and_count()[1] == 1:
+    memory = slots.rows.memory
+    if memory.ranks == 1:
         return keys
     name = slots.rows.subject
     _refuse_join(name)
     own_header = [slots.steps, zlib.crc32(name.encode()), *_summary(slots)]
     own_part = torch.cat([keys.new_tensor(own_header), torch.unique(keys)])
     parts = [
-        part.clone().view(torch.int64) for part in _channel().gather(own_part.view(torch.uint8))
+        part.clone().view(torch.int64) for part in memory.gather(own_part.view(torch.uint8))
     ]
     headers = [part[:_HEADER].tolist() for part in parts]
     if any(header != own_header for header in headers):
@@ -93,10 +85,3 @@ def _refuse_join(name: str) -> None:
             next_step="use join(throw_on_early_termination=True), or a batch without samples on "
             "ranks that have none left",
         )
-
-
-def _channel() -> Channel:
-    group = dist.group.WORLD
-    if not _opened or _opened[0][0] is not group:
-        _opened[:] = [(group, GlooChannel("keys of a lookup", wait_seconds=_WAIT_SECONDS))]
-    return _opened[0][1]

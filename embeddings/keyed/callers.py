@@ -34,15 +34,20 @@ def refuse_caller(module: nn.Module, weight: Tensor, rows: SlotValues) -> None:
         found = "a lookup within a backward pass, as activation checkpointing does it again"
         expected = "lookups in the forward pass only, since each counts"
         next_step = "look keys up outside of what torch.utils.checkpoint calls"
-    elif ranks > 1 and not rows.memory.is_whole:
-        found = f"training on {ranks} ranks, and rows in a cache"
-        expected = "one trainer, or the whole table in the memory of each rank"
-        next_step = "train the table in one process, or leave it out of cached()"
+    elif ranks > 1 and rows.memory.ranks == 1:
+        found = f"training on {ranks} ranks, and rows in a cache of one trainer"
+        expected = "a cache whose home all ranks share, or the whole table in each rank's memory"
+        next_step = "call cached() after init_process_group, with a home of "
+        next_step += "recpoint.embeddings.servers(count=...)"
     elif ranks > 1 and weight is not rows.weight:
         found = f"training on {ranks} ranks with a weight that was put in place of the table's own"
         expected = "the whole table on each rank; fully_shard and its like cut parameters"
         next_step = "use DistributedDataParallel, and cut dense layers only"
-    elif rows.sparse and getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
+    elif (
+        rows.sparse
+        and rows.memory.is_whole  # slots of a cache are none of its parameters
+        and getattr(DistributedDataParallel, "_active_ddp_module", None) is not None
+    ):
         found = "sparse=True in DistributedDataParallel"
         expected = "dense gradients: it takes sparse ones of torch's own embedding modules only"
         next_step = "build the table with sparse=False"

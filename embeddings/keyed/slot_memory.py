@@ -6,13 +6,24 @@ reads them. `PlainMemory` has all slots in the weight; `cache/cached_keys.py` ha
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parameter import Parameter
 
+from recpoint.embeddings.home.channel import Channel, GlooChannel
+from recpoint.embeddings.home.ranks import rank_and_count
+
 __all__ = ["LookupRows", "PlainMemory", "SlotMemory"]
+
+#: The longest time that a rank may be behind the others in a lookup.
+_WAIT_SECONDS: Final = 600.0
+
+#: The process group of the training, and the channel in it; one for all tables, because all ranks
+#: look them up in the same order.
+_opened: list[tuple[Any, Channel]] = []
 
 
 class LookupRows(NamedTuple):
@@ -62,6 +73,18 @@ class SlotMemory(Protocol):
     def is_whole(self) -> bool:
         """Whether the weight has the rows of all slots."""
 
+    @property
+    def ranks(self) -> int:
+        """Number of ranks that give the same slots to the same keys."""
+
+    def gather(self, own_part: Tensor) -> list[Tensor]:
+        """Send bytes to all these ranks, uint8 [n], and return those of each. Collective.
+
+        Raises:
+            RanksDiffer: a rank does something else.
+            RankLost: a rank does not answer.
+        """
+
     def put(self, slots: Tensor, values: Tensor) -> None:
         """Write the values of rows: [n, dim] for slots, int64 [n]."""
 
@@ -104,6 +127,15 @@ class PlainMemory:
     def __init__(self, weight: Parameter) -> None:
         self.weight = weight
 
+    @property
+    def ranks(self) -> int:
+        """Number of ranks of the training, each of which has all rows."""
+        return rank_and_count()[1]
+
+    def gather(self, own_part: Tensor) -> list[Tensor]:
+        """Send bytes to all ranks of the training; see `SlotMemory`."""
+        return _channel().gather(own_part)
+
     def put(self, slots: Tensor, values: Tensor) -> None:
         """Write the values of rows; see `SlotMemory`."""
         weight = self.weight.data
@@ -140,3 +172,10 @@ class PlainMemory:
         """Return a copy of rows, on the weight's device; see `SlotMemory`."""
         weight = self.weight.detach()
         return weight.index_select(0, slots.to(weight.device))
+
+
+def _channel() -> Channel:
+    group = dist.group.WORLD
+    if not _opened or _opened[0][0] is not group:
+        _opened[:] = [(group, GlooChannel("keys of a lookup", wait_seconds=_WAIT_SECONDS))]
+    return _opened[0][1]
