@@ -259,6 +259,8 @@ class SharedOracle:
     def claim(self, ids: Sequence[Tensor], *, batch: int) -> Claimed:
         """Give slots to rows that a planned batch looks up, whether or not its plan has them.
 
+        They stay until the batch is released, also if its plan is forgotten.
+
         Args:
             ids: as for `plan`.
             batch: planned, and not released.
@@ -279,11 +281,17 @@ class SharedOracle:
             if taken_slots is None:
                 return Claimed(step=step, moves=moves, exchange=None)
             self._claimed_by_rank[rank] = taken_slots
+            self._maps[rank].hold(needed_ids, batch)
             moves |= bool(taken_slots.fetched_ids.numel() or taken_slots.evicted_ids.numel())
             if rank == self._rank:
                 step = self._step(batch, taken_slots)
         self._claimed_by_rank.clear()
         return Claimed(step=step, moves=moves, exchange=self._exchange(batch, needs))
+
+    def leave_unclaimed(self) -> None:
+        """Let rows leave that only plans need; the batches after the last claim are forgotten."""
+        for slot_map in self._maps:
+            slot_map.lower(self._released)
 
     def owners(self, ids: Tensor) -> Tensor:
         """Return the rank that owns each row, int64 [k], -1 where no cache has it: int64 [k]."""

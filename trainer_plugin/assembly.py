@@ -312,26 +312,20 @@ def _refuse_ahead(trained: Trained, why_not_ahead: str | None) -> None:
         )
 
 
-def _refuse_keyed(ranks: Ranks, trained: Trained) -> None:
+def _refuse_keyed(trained: Trained) -> None:
     """Refuse keyed tables beside what cannot be trained with them yet.
 
     Raises:
-        SettingsError: there are several ranks and a cache, or tables of another library.
+        SettingsError: there are tables of another library.
     """
     keyed_tables = [table for table in trained.tables if table.own_states]
     libraries = [source.name for source in trained.sources if source.tables]
-    found = None
-    if ranks.several and any(table.cached for table in keyed_tables):
-        found = f"{ranks.count} ranks, and rows in a cache"
-    elif len(libraries) > 1:
-        found = f"tables of {' and '.join(libraries)} in the same model"
-    if keyed_tables and found is not None:
+    if keyed_tables and len(libraries) > 1:
         raise SettingsError(
             f"keyed table {keyed_tables[0].name!r}",
-            found=found,
-            expected="one process, with no other tables than those of plain modules",
-            next_step="train it in one process without the others, or use an nn.Embedding with "
-            "ids of its own",
+            found=f"tables of {' and '.join(libraries)} in the same model",
+            expected="no other tables than those of plain modules",
+            next_step="train it without the others, or use an nn.Embedding with ids of its own",
         )
     _refuse_optimizers(trained, keyed_tables)
 
@@ -460,7 +454,7 @@ def assemble(
     growth = Growth(settings.options.grow, {shard.name: shard.rows for shard in shards})
     with ranks.together("looking at the cache"):
         cache = _look_at_cache(ranks, trained)
-        _refuse_keyed(ranks, trained)
+        _refuse_keyed(trained)
         if settings.staging.at_servers:
             _require_servers(cache)
         why_not_ahead = _why_not_copied(trained, settings, cache)

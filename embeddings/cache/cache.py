@@ -292,6 +292,14 @@ class Cache:
             for _, array in slots.arrays():
                 array.index_fill_(0, part_slots.to(array.device), 0)
 
+    def refuse_reset(self, name: str) -> None:
+        """Refuse a reset of a table's rows if these are in the caches of several trainers.
+
+        Raises:
+            SettingsError: they are.
+        """
+        self._trainers.refuse_reset(name)
+
     def begin_rows(self, name: str, ids: Tensor, values: Tensor) -> None:
         """Give rows values, and the row states of rows that were never trained.
 

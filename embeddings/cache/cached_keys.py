@@ -14,6 +14,7 @@ together (`shared_lookups.py`).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Never
 
 import torch
@@ -56,6 +57,8 @@ class CachedKeys:
         self._sparse = sparse
         slots = cache.tables[name].slots
         self._changes = SlotChanges(slots.dim, slots.weight.dtype)
+        #: Row states of all slots -> those of this trainer's part, which are in the same memory.
+        self._parts: tuple[Mapping[str, Tensor], Mapping[str, Tensor]] | None = None
 
     @classmethod
     def install(cls, cache: Cache, name: str, module: KeyedLookup) -> CachedKeys:
@@ -86,6 +89,59 @@ class CachedKeys:
         """Number of trainers that share the rows."""
         shared = self.cache.shared_lookups
         return 1 if shared is None else shared.ranks
+
+    @property
+    def rank(self) -> int:
+        """Number of this trainer among them."""
+        shared = self.cache.shared_lookups
+        return 0 if shared is None else shared.rank
+
+    @property
+    def part(self) -> range:
+        """The rows that checkpoints of this trainer hold."""
+        return self.cache.tables[self.name].part
+
+    def part_of(self, row_states: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return the row states of this trainer's part; the same objects in each call.
+
+        Args:
+            row_states: name -> [rows], those of the table's slots; the same object in each call.
+        """
+        if self.ranks == 1:
+            return row_states
+        if self._parts is None or self._parts[0] is not row_states:
+            part = slice(self.part.start, self.part.stop)
+            self._parts = row_states, {name: state[part] for name, state in row_states.items()}
+        return self._parts[1]
+
+    def share_restored(self, row_states: Mapping[str, Tensor]) -> None:
+        """Write the parts that other trainers have restored into row states. Collective.
+
+        Args:
+            row_states: name -> int64 [rows], those of the table's slots, with the part of this
+                trainer.
+
+        Raises:
+            RanksDiffer: trainers do different things.
+            RankLost: a trainer does not answer.
+        """
+        self._changes.clear()
+        shared = self.cache.shared_lookups
+        if shared is None:
+            return
+        own_states = self.part_of(row_states)
+        for name, state in row_states.items():
+            parts = shared.share(own_states[name].contiguous().view(torch.uint8))
+            state.copy_(torch.cat([part.clone().view(state.dtype) for part in parts]))
+
+    def refuse_reset(self) -> None:
+        """Refuse to take rows from keys outside of lookups, if trainers share the rows.
+
+        Raises:
+            SettingsError: they do.
+        """
+        if self.ranks > 1:
+            self.cache.refuse_reset(self.name)
 
     def gather(self, own_part: Tensor) -> list[Tensor]:
         """Send bytes to all trainers; see `SlotMemory`."""

@@ -134,9 +134,8 @@ class SeveralTrainers(Trainers):
         if waits:
             # A rank that makes a step would never tell its ids.
             self._channels.turns.agree(Act.READ_IDS, batch + 1)
-        coming.tell(
-            new_batches, last_batch=batch, reading=reading, over=self._membership.over_batch, waits=waits
-        )
+        over = self._membership.over_batch
+        coming.tell(new_batches, last_batch=batch, reading=reading, over=over, waits=waits)
         for oracle in self._oracles.values():
             oracle.release(min(coming.over, oracle.planned))
         if waits:

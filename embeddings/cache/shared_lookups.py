@@ -123,6 +123,24 @@ class SharedLookups:
         """Number of ranks."""
         return self._membership.channels.count
 
+    @property
+    def rank(self) -> int:
+        """Number of this rank."""
+        return self._membership.channels.rank
+
+    def share(self, own_part: Tensor) -> list[Tensor]:
+        """Send bytes that this rank has restored to all, uint8 [n]; return those of each rank.
+
+        Collective.
+
+        Raises:
+            RanksDiffer: ranks do different things.
+            RankLost: a rank does not answer.
+        """
+        with self._membership.leaving():
+            self._membership.agree(Act.SHARE_KEYS)
+            return self._membership.channels.rows.gather(own_part)
+
     def gather(self, name: str, own_part: Tensor) -> list[Tensor]:
         """Send bytes to all ranks for a lookup, uint8 [n], and return those of each. Collective.
 
@@ -256,6 +274,7 @@ class SharedLookups:
             if exchange is not None or is_last:
                 break
             forget_plans()  # their rows take the slots
+            oracle.leave_unclaimed()
         self._mover.wait(arrivals)
         if exchange is None:
             raise _too_small(rows, self.ranks)

@@ -38,6 +38,7 @@ class Act(IntEnum):
     AGREE_ON_NORM = 14
     ANNOUNCE_CUT = 15
     LOOK_UP = 16
+    SHARE_KEYS = 17
 
 
 _SAID: Final = {
@@ -56,6 +57,7 @@ _SAID: Final = {
     Act.AVERAGE: "clips gradients after batch {}",
     Act.ANNOUNCE_CUT: "takes a checkpoint or ends after batch {}",
     Act.LOOK_UP: "looks up keys in batch {}",
+    Act.SHARE_KEYS: "has restored keys",
     Act.AGREE_ON_NORM: "has averaged gradients to clip them after batch {}",
 }
 

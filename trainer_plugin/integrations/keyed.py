@@ -84,9 +84,24 @@ class KeyedTable(Table):
         return None if self.in_cache is None else self.in_cache.name
 
     @property
-    def rows(self) -> int:
+    def table_rows(self) -> int:
         """Number of slots, and row 0."""
-        return len(self.own_states[KEY])
+        return len(self.slots.row_states[KEY])
+
+    @property
+    def _part(self) -> range:
+        """The slots that this trainer stores; of several that share a cache, each has a part."""
+        return range(self.table_rows) if self.in_cache is None else self.in_cache.part
+
+    @property
+    def rows(self) -> int:
+        """Number of these."""
+        return len(self._part)
+
+    @property
+    def first_row(self) -> int:
+        """First of them."""
+        return self._part.start
 
     @property
     def counts_changes(self) -> bool:
@@ -122,8 +137,15 @@ class KeyedTable(Table):
 
     @property
     def own_states(self) -> Mapping[str, Tensor]:
-        """Keys, and what eviction knows of them."""
-        return self.slots.row_states
+        """Keys, and what eviction knows of them, of the slots that this trainer stores."""
+        states = self.slots.row_states
+        return states if self.in_cache is None else self.in_cache.part_of(states)
+
+    def follow(self, marker: Marker | None) -> None:
+        """Have a marker told of slots that lookups change; None: nobody is."""
+        if marker is not None and self.rows < self.table_rows:
+            marker = _PartMarker(marker, self._part)
+        self.slots.marker = marker
 
     def refuse_optimizer(self, optimizer: Optimizer, group: Mapping[str, Any]) -> None:
         """Refuse an optimizer whose entries of new keys are not known.
@@ -159,8 +181,38 @@ class KeyedTable(Table):
         return slots[slots > 0]
 
     def zero_rows(self, ids: Tensor, row_states: Iterable[Tensor]) -> None:
-        """Free slots. Their rows become zeros, and their entries those of a row never trained."""
+        """Free slots. Their rows become zeros, and their entries those of a row never trained.
+
+        Raises:
+            SettingsError: several trainers share a cache of them.
+        """
+        if self.in_cache is not None:
+            self.in_cache.refuse_reset()
         self.slots.delete(self.own_states[KEY][ids])
+
+
+class _PartMarker:
+    """Passes reports of a part of a table on; a `Marker`.
+
+    Args:
+        marker: is told of rows that count from the first of the part.
+        part: the rows.
+    """
+
+    def __init__(self, marker: Marker, part: range) -> None:
+        self._marker, self._part = marker, part
+        self.applied, self.mark_all = marker.applied, marker.mark_all
+
+    def _own(self, ids: Tensor) -> Tensor:
+        return ids[(ids >= self._part.start) & (ids < self._part.stop)] - self._part.start
+
+    def looked_up(self, ids: Tensor) -> None:
+        """Report rows of the whole table; see `Marker`."""
+        self._marker.looked_up(self._own(ids))
+
+    def mark(self, ids: Tensor) -> None:
+        """Report rows of the whole table; see `Marker`."""
+        self._marker.mark(self._own(ids))
 
 
 class KeyedSource:
@@ -190,8 +242,8 @@ class KeyedSource:
     def track(self, markers: Mapping[str, Marker]) -> None:
         """Have each table report slots before it changes them; see `tables.TableSource.track`."""
         for table in self._tables:
-            # Of several ranks, the first stores the table. All have the same rows.
-            table.slots.marker = markers.get(table.key)
+            # Of several ranks with a copy each, the first stores the table.
+            table.follow(markers.get(table.key))
 
     def untrack(self) -> None:
         """End that."""
@@ -247,6 +299,8 @@ class KeyedSource:
         """Load what `state_dict` returned, and find the slot of each key anew."""
         for table in self._tables:
             with naming_table(table.name):
+                if table.in_cache is not None:
+                    table.in_cache.share_restored(table.slots.row_states)
                 table.slots.load_state_dict(states[0][table.name])
 
 

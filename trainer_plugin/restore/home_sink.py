@@ -68,7 +68,7 @@ class HomeSink:
         stored: the table in the checkpoint.
         piece: the piece.
         changed: bitmap of the rows of the table's part that increments held; None: nobody asks.
-        states_here: row states that are in memory here and not at home: name -> [rows].
+        states_here: row states that are in memory here and not at home: name -> [rows of the part].
 
     Attributes:
         wanted: the rows of the table's part that the checkpoint has; this trainer restores them.
@@ -105,7 +105,8 @@ class HomeSink:
     def _take(self, stored: StoredRows, positions: Tensor) -> None:
         part = stored.chosen(positions)
         assert isinstance(part.rows, Tensor)  # chosen by positions
-        ids = part.rows + self.wanted.start
+        own_ids = part.rows
+        ids = own_ids + self.wanted.start
         part = replace(part, rows=range(positions.numel()))
         records = torch.zeros(
             positions.numel(), self._layout.size_bytes, dtype=torch.uint8, device="cpu"
@@ -125,7 +126,7 @@ class HomeSink:
         for field in self._layout.fields:
             self._layout.put(records, field, arrays.get(field.name, values))
         for name, state in self._states_here.items():
-            state[ids] = arrays[name]
+            state[own_ids] = arrays[name]
         self._at_home.write(ids, records)
 
     def mark(self, rows: range | Tensor) -> None:

@@ -25,14 +25,14 @@ def kept_slots(table: KeyedTable, own_states: Mapping[str, Tensor]) -> Tensor:
         own_states: row states of keys, of as many slots as there were.
     """
     used = used_rows(own_states[LAST_USE])
-    evicted_count = max(len(used) - (table.rows - 1), 0)
+    evicted_count = max(len(used) - (table.table_rows - 1), 0)
     _log.log(
         logging.WARNING if evicted_count else logging.INFO,
         "keyed table %r: %d keys of the checkpoint go to %d slots, and %d keys were evicted; "
         "the next checkpoint is a full",
         table.name,
         len(used) - evicted_count,
-        table.rows - 1,
+        table.table_rows - 1,
         evicted_count,
     )
     if not evicted_count:

@@ -66,7 +66,7 @@ class MovedKeys:
         self.names = {
             name: stored_tables[name].rows
             for name, table in self._tables.items()
-            if stored_tables[name].rows != table.rows or not self._has_keys(name)
+            if stored_tables[name].rows != table.table_rows or not self._has_keys(name)
         }
         self.unkeyed = {
             table.name: table
@@ -197,17 +197,19 @@ class MovedKeys:
         if not own_states:
             own_states = _unused(self._stored[table.name].rows, table.own_states)
         slots = kept_slots(table, own_states)
-        places = _places(slots, capacity_rows=table.rows - 1)
+        places = _places(slots, capacity_rows=table.table_rows - 1)
         stored_rows = slots - first_slot
         if shelf is not None:
-            shelf.place(places, stored_rows)
+            # Several trainers have the rows of one home; each places those of its part.
+            is_here = (places >= table.first_row) & (places < table.first_row + table.rows)
+            shelf.place(places[is_here], stored_rows[is_here])
         else:
             table.weight.detach().zero_()[places] = self._values.pop(table.name)[stored_rows]
             for state_name, tensor in row_states.items():
                 if state_name not in own_states:
                     # A slot without key gets its entries when a key gets it.
                     tensor.zero_()[places] = states[state_name][stored_rows].view_as(tensor[places])
-        for state_name, tensor in table.own_states.items():
+        for state_name, tensor in table.slots.row_states.items():
             tensor.fill_(-1 if state_name == LAST_USE else 0)
             tensor[places] = own_states[state_name][slots]
 

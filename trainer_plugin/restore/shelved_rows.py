@@ -40,7 +40,8 @@ class ShelvedRows:
     def __init__(self, keys: CachedKeys, rows: int, states: Mapping[str, Tensor]) -> None:
         self._mover = keys.cache.mover
         self._name = keys.name
-        self._shelf = f"{keys.name} (restored {next(_numbers)})"
+        # Of each rank, because one may give its rows up while another still reads.
+        self._shelf = f"{keys.name} (restored {next(_numbers)} on rank {keys.rank})"
         self.rows = range(rows)
         self.states = states
         layout = self._mover.tables[keys.name].slots.fix_layout()

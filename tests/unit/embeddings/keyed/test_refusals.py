@@ -221,7 +221,7 @@ def test_training_in_a_cache_on_several_ranks() -> None:
     cached(nn.ModuleDict({"users": keyed}), local(), 4)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
-        with pytest.raises(SettingsError, match="2 ranks, and rows in a cache"):
+        with pytest.raises(SettingsError, match="2 ranks, and rows in a cache of one trainer"):
             keyed(torch.tensor([1]))
         keyed.eval()
         assert not keyed(torch.tensor([1])).any()
