@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -18,8 +20,11 @@ from recpoint import LeastUsed, Lookahead, Seen
 from recpoint.catalog.persist import persist
 from recpoint.catalog.restore.keyed_rows import KEY
 from recpoint.catalog.staging.area import StagedRun
+from recpoint.embeddings import local, servers
+from recpoint.embeddings.cache.lookup_hooks import cache_of
+from recpoint.embeddings.parity.stripes import Parity
 from recpoint.errors import RanksMissing, SettingsError
-from tests.keyed_training import KeyedReader, KeyedTraining, arrays_of, keyed_checkpointer
+from tests.keyed_training import KeyedReader, KeyedTraining, arrays_of, ids_of, keyed_checkpointer
 from tests.polling import until
 from tests.training_builder import Place
 
@@ -38,6 +43,11 @@ class Life(NamedTuple):
         sparse: whether gradients are sparse, which DistributedDataParallel cannot average.
         window: batches that a `Lookahead` reads ahead; None: there is none.
         differs: the second rank does something else than the first.
+        capacity_rows: slots of the table.
+        cached_rows: slots of a cache whose home all ranks share; 0: there is none.
+        dies: the last rank kills itself after so many batches; 0: it does not.
+        at_servers: embedding servers stage their rows of checkpoints.
+        parity: data and parity servers of a stripe; None: there are two servers without parity.
     """
 
     folder: str
@@ -45,6 +55,11 @@ class Life(NamedTuple):
     sparse: bool = False
     window: int | None = None
     differs: bool = False
+    capacity_rows: int = 14
+    cached_rows: int = 0
+    dies: int = 0
+    at_servers: bool = False
+    parity: tuple[int, int] | None = None
 
 
 class RankReader(KeyedReader):
@@ -68,12 +83,28 @@ class RankReader(KeyedReader):
 
 def trained(life: Life, rank: int = 0, count: int = 1) -> dict[str, Any]:
     """Train to the end of a life, and return what this rank has then."""
+    if not life.cached_rows:
+        return _trained(life, rank, count, None)
+    if count == 1:
+        return _trained(life, rank, count, local())
+    form = None if life.parity is None else Parity(*life.parity)
+    with servers(count=2 if form is None else sum(life.parity or ()), parity=form) as home:
+        return _trained(life, rank, count, home)
+
+
+def _trained(life: Life, rank: int, count: int, home: Any) -> dict[str, Any]:
     rules: dict[str, Any] = {"evict": LeastUsed(), "admit": Seen(times=2)}
-    training: Any = KeyedTraining(14, sparse=life.sparse, **rules)
+    training: Any = KeyedTraining(
+        life.capacity_rows,
+        sparse=life.sparse,
+        home=home,
+        cached_rows={"users": life.cached_rows, "items": 9},
+        **rules,
+    )
     model: Any = training.model
     reader: Any = RankReader(rank, count)
     if life.window is not None:
-        reader = Lookahead(reader, model, ids=lambda batch: {"users": batch[0]}, window=life.window)
+        reader = Lookahead(reader, model, ids=ids_of, window=life.window)
     if count > 1:
         training.model = DistributedDataParallel(model)
     training.reader = reader
@@ -84,15 +115,18 @@ def trained(life: Life, rank: int = 0, count: int = 1) -> dict[str, Any]:
         "close_seconds": 60.0,
         "drain_seconds": 60.0,
         "ranks_seconds": 90.0,
+        "at_servers": life.at_servers,
     }
     ckpt = keyed_checkpointer(training, place, **settings)
     ckpt.restore()
-    if life.differs or life.sparse:
+    if life.differs or (life.sparse and home is None):
         ckpt.close(final=False)
         return {"errors": _refusals(training, rank) if life.differs else [_refusal(training.batch)]}
     for keys, target in ckpt.batches(total=life.last):
         nn.functional.mse_loss(training.model(keys), target).backward()
         training.step()
+        if ckpt.batches_done + 1 == life.dies and rank == count - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
     assert ckpt.checkpoint()
     _persist(place, count)
     until(lambda: ckpt.stats.committed == 1)
@@ -100,9 +134,13 @@ def trained(life: Life, rank: int = 0, count: int = 1) -> dict[str, Any]:
     training.model = model
     slots = training.model.users.slots
     state = slots.state_dict()
+    arrays = arrays_of(training)
+    cache = cache_of(model)
+    if cache is not None:
+        cache.close()
     return {
         "row_states": dict(slots.row_states),
-        "arrays": arrays_of(training),
+        "arrays": arrays,
         "counts": training.model.users.counts,
         "sketch": state["admission"]["counts"],
         "steps": state["steps"],

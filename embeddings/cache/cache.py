@@ -120,9 +120,7 @@ class Cache:
         """The part that makes lookups of keyed tables on all trainers; None: there is only one."""
         return self._trainers.lookups
 
-    def bring_together(
-        self, name: str, ids: Tensor, changes: SlotChanges, *, trains: bool
-    ) -> None:
+    def bring_together(self, name: str, ids: Tensor, changes: SlotChanges, *, trains: bool) -> None:
         """Have the rows that a lookup of a shared keyed table reads in slots. Collective.
 
         Args:

@@ -49,9 +49,7 @@ class PlannedExchanges:
         Those of keyed tables are made by lookups.
         """
         return {
-            name: by_batch[batch]
-            for name, by_batch in self._exchanges.items()
-            if batch in by_batch
+            name: by_batch[batch] for name, by_batch in self._exchanges.items() if batch in by_batch
         }
 
     def pending(self, name: str, batch: int) -> Exchange | None:

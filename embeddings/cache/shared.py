@@ -124,10 +124,7 @@ class SeveralTrainers(Trainers):
         for position in range(coming.last_told - batch, count):
             by_table = ids(position)
             new_batches.append(
-                {
-                    name: rows.coming_ids(by_table.get(name))
-                    for name, rows in self._tables.items()
-                }
+                {name: rows.coming_ids(by_table.get(name)) for name, rows in self._tables.items()}
             )
         # A batch whose gradients no step has applied yet is not over.
         waits = self.progress.planned == batch

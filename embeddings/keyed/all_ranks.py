@@ -46,9 +46,7 @@ def keys_of_all_ranks(keys: Tensor, *, slots: KeySlots) -> Tensor:
     _refuse_join(name)
     own_header = [slots.steps, zlib.crc32(name.encode()), *_summary(slots)]
     own_part = torch.cat([keys.new_tensor(own_header), torch.unique(keys)])
-    parts = [
-        part.clone().view(torch.int64) for part in memory.gather(own_part.view(torch.uint8))
-    ]
+    parts = [part.clone().view(torch.int64) for part in memory.gather(own_part.view(torch.uint8))]
     headers = [part[:_HEADER].tolist() for part in parts]
     if any(header != own_header for header in headers):
         raise RanksDiffer(
