@@ -256,7 +256,7 @@ class SharedOracle:
             lent=tuple(Rows(ids=ids, slots=self._maps[self._rank].find(ids)) for ids in lent),
         )
 
-    def claim(self, ids: Sequence[Tensor], *, batch: int) -> Claimed:
+    def claim(self, ids: Sequence[Tensor], *, batch: int, again: bool = False) -> Claimed:
         """Give slots to rows that a planned batch looks up, whether or not its plan has them.
 
         They stay until the batch is released, also if its plan is forgotten.
@@ -264,11 +264,14 @@ class SharedOracle:
         Args:
             ids: as for `plan`.
             batch: planned, and not released.
+            again: the call before had these rows, too, and found no room in some cache.
 
         Raises:
             CapacityError: a rank needs more slots for these rows alone than its cache has; no slot
                 has changed.
         """
+        if not again:
+            self._claimed_by_rank.clear()
         needs = self._needs(ids)
         for (_, _, needed_ids), slot_map in zip(needs, self._maps, strict=True):
             if needed_ids.numel() > slot_map.capacity:
@@ -285,7 +288,6 @@ class SharedOracle:
             moves |= bool(taken_slots.fetched_ids.numel() or taken_slots.evicted_ids.numel())
             if rank == self._rank:
                 step = self._step(batch, taken_slots)
-        self._claimed_by_rank.clear()
         return Claimed(step=step, moves=moves, exchange=self._exchange(batch, needs))
 
     def leave_unclaimed(self) -> None:

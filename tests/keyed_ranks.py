@@ -47,7 +47,8 @@ class Life(NamedTuple):
         cached_rows: slots of a cache whose home all ranks share; 0: there is none.
         dies: the last rank kills itself after so many batches; 0: it does not.
         at_servers: embedding servers stage their rows of checkpoints.
-        parity: data and parity servers of a stripe; None: there are two servers without parity.
+        kills: rank 0 kills an embedding server after so many batches, whose rows come back from
+            parity; 0: it does not, and there is no parity.
     """
 
     folder: str
@@ -59,7 +60,7 @@ class Life(NamedTuple):
     cached_rows: int = 0
     dies: int = 0
     at_servers: bool = False
-    parity: tuple[int, int] | None = None
+    kills: int = 0
 
 
 class RankReader(KeyedReader):
@@ -87,8 +88,8 @@ def trained(life: Life, rank: int = 0, count: int = 1) -> dict[str, Any]:
         return _trained(life, rank, count, None)
     if count == 1:
         return _trained(life, rank, count, local())
-    form = None if life.parity is None else Parity(*life.parity)
-    with servers(count=2 if form is None else sum(life.parity or ()), parity=form) as home:
+    form = Parity(data=2, parity=1) if life.kills else None
+    with servers(count=3 if life.kills else 2, parity=form) as home:
         return _trained(life, rank, count, home)
 
 
@@ -125,6 +126,8 @@ def _trained(life: Life, rank: int, count: int, home: Any) -> dict[str, Any]:
     for keys, target in ckpt.batches(total=life.last):
         nn.functional.mse_loss(training.model(keys), target).backward()
         training.step()
+        if ckpt.batches_done + 1 == life.kills and rank == 0:
+            os.kill(home.greetings[0].pid, signal.SIGKILL)
         if ckpt.batches_done + 1 == life.dies and rank == count - 1:
             os.kill(os.getpid(), signal.SIGKILL)
     assert ckpt.checkpoint()

@@ -30,6 +30,7 @@ from recpoint.embeddings.cache.residents import NO_IDS, CachedRows
 from recpoint.embeddings.cache.turns import Act
 from recpoint.errors import RanksDiffer, SettingsError
 from recpoint.interrupts import held
+from recpoint.lookahead.oracle import CapacityError
 from recpoint.lookahead.shared_oracle import Exchange, SharedOracle
 
 __all__ = ["BegunRows", "SharedLookups", "SlotChanges"]
@@ -262,7 +263,10 @@ class SharedLookups:
         arrivals: list[Future[None]] = []
         exchange = None
         for is_last in (False, True):
-            claimed = oracle.claim(ids_by_rank, batch=batch)
+            try:
+                claimed = oracle.claim(ids_by_rank, batch=batch, again=is_last)
+            except CapacityError as error:
+                raise _too_small(rows, self.ranks) from error
             assert rows.slots.borrowed is not None
             if claimed.step is not None:
                 rows.slots.borrowed[claimed.step.fetched_slots] = -1

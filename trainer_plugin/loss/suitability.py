@@ -86,6 +86,10 @@ def meter_of(
     batched_sources = [source for source in sources if isinstance(source, _BatchedSource)]
     batched = {table.key for source in batched_sources for table in source.tables}
     for table in tables:
+        if table.cached and several and table.own_states:
+            raise _refused_table(
+                table, "keys, and a cache that ranks share, which look up together"
+            )
         if table.key in priced | wide:
             is_batched = table.key in batched
             _refuse_table(table, is_batched=is_batched, is_whole=is_batched or table.key in whole)

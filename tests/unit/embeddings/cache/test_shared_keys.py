@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -12,8 +12,11 @@ from torch.nn import functional
 from torch.optim import SGD
 
 from recpoint import LeastRecent, LeastUsed, Lookahead, Probability, Seen
+from recpoint.embeddings import Uniform
 from recpoint.embeddings.cache.install import read_rows
 from recpoint.embeddings.tables.optimizers import row_states
+from recpoint.errors import RanksDiffer, SettingsError
+from recpoint.trainer_plugin.integrations.keyed import find
 from tests.keyed_training import OPTIMIZERS, KeyedModel, KeyedReader, ids_of
 from tests.several_trainers import added, present
 from tests.simulated_trainers import Trainer, on_threads
@@ -66,28 +69,41 @@ def keys_of(model: KeyedModel) -> list[Any]:
     return [numbers, *bits([*slots.row_states.values(), admission])]
 
 
-def alone(ranks: int, batches: int, optimizer: str, **form: Any) -> list[Any]:
-    """Train with the batches of all ranks, and add the gradients in rank order."""
+def alone(ranks: int, batches: int, optimizer: str, *, every: int, **form: Any) -> list[Any]:
+    """Train with the batches of all ranks, and add the gradients in rank order.
+
+    Args:
+        every: so many batches have one step; then each batch has two lookups.
+    """
     model = new_model(**form)
     users, sparse = model.users, form["sparse"]
     optimizers = optimizers_of(model, optimizer, sparse)
     readers = [Reader(rank, batches) for rank in range(ranks)]
     parameters = list(model.parameters())
-    for _ in range(batches):
+    gradients: list[list[Any]] = [[None] * len(parameters) for _ in range(ranks)]
+    for number in range(1, batches + 1):
         parts = [next(reader) for reader in readers]
-        users.slots.take(torch.unique(torch.cat([keys for keys, _ in parts])))
-        gradients: list[list[Tensor]] = []
-        for keys, target in parts:
-            rows = functional.embedding(
-                users.slots.find(keys), users.weight, padding_idx=0, sparse=sparse
+        for offset in range(min(every, 2)):
+            users.slots.take(torch.unique(torch.cat([keys + offset for keys, _ in parts])))
+        for rank, (keys, target) in enumerate(parts):
+            for parameter, gradient in zip(parameters, gradients[rank], strict=True):
+                parameter.grad = gradient
+            rows = sum(
+                functional.embedding(
+                    users.slots.find(keys + offset), users.weight, padding_idx=0, sparse=sparse
+                )
+                for offset in range(min(every, 2))
             )
             out = model.top(rows + model.items(keys % 9)).squeeze(1)
             functional.mse_loss(out, target).backward()
-            gradients.append([present(parameter.grad) for parameter in parameters])
+            gradients[rank] = [parameter.grad for parameter in parameters]
             for parameter in parameters:
                 parameter.grad = None
+        if number % every:
+            continue
         for parameter, of_ranks in zip(parameters, zip(*gradients, strict=True), strict=True):
-            parameter.grad = added(of_ranks)
+            parameter.grad = added([present(gradient) for gradient in of_ranks])
+        gradients = [[None] * len(parameters) for _ in range(ranks)]
         for each in optimizers:
             each.step()
             each.zero_grad()
@@ -97,24 +113,24 @@ def alone(ranks: int, batches: int, optimizer: str, **form: Any) -> list[Any]:
     return [keys_of(model), bits(arrays)]
 
 
-def backward(trainer: Trainer, keys: Tensor, target: Tensor) -> None:
-    functional.mse_loss(trainer.model(keys), target).backward()
-    for parameter in trainer.model.top.parameters():
-        parameter.grad = trainer.averaged(present(parameter.grad))
-
-
 def shared(
-    trainer: Trainer, batches: int, optimizer: str, *, sparse: bool, window: int
+    trainer: Trainer, batches: int, optimizer: str, *, sparse: bool, window: int, every: int
 ) -> list[Any]:
     """Train this rank's batches, and return what all ranks have then."""
     model = trainer.model
     optimizers = optimizers_of(model, optimizer, sparse)
     reader = Lookahead(Reader(trainer.rank, batches), model, ids=ids_of, window=window)
-    for number, (keys, target) in enumerate(reader):
-        backward(trainer, keys, target)
+    for number, (keys, target) in enumerate(reader, 1):
+        rows = sum(model.users(keys + offset) for offset in range(min(every, 2)))
+        out = model.top(rows + model.items(keys % 9)).squeeze(1)
+        functional.mse_loss(out, target).backward()
         if number % 3 == 0:
             with torch.no_grad():  # rows of other batches, as an evaluation has them
                 model.users(keys[:2] + trainer.rank)
+        if number % every:
+            continue
+        for parameter in model.top.parameters():
+            parameter.grad = trainer.averaged(present(parameter.grad))
         for each in optimizers:
             each.step()
             each.zero_grad()
@@ -136,28 +152,109 @@ def of_ranks(results: Sequence[Any]) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(
-    ("rule", "optimizer", "sparse", "ranks", "window"),
+    ("rule", "optimizer", "sparse", "ranks", "window", "every"),
     [
-        ("recent", "adagrad", True, 2, 3),
-        ("ttl", "adam", True, 3, 1),
-        ("used", "sgd", False, 2, 5),
-        ("seen", "adagrad", False, 4, 2),
-        ("share", "adagrad", True, 3, 8),
+        ("recent", "adagrad", True, 2, 3, 1),
+        ("ttl", "adam", True, 3, 1, 1),
+        ("used", "sgd", False, 2, 5, 1),
+        ("seen", "adagrad", False, 4, 2, 1),
+        ("share", "adagrad", True, 3, 8, 1),
+        ("recent", "adagrad", False, 2, 2, 2),
+        ("ttl", "sgd", True, 2, 2, 2),
     ],
 )
 def test_ranks_have_the_rows_of_one_process(
-    rule: str, optimizer: str, sparse: bool, ranks: int, window: int
+    rule: str, optimizer: str, sparse: bool, ranks: int, window: int, every: int
 ) -> None:
     form = {"sparse": sparse, **RULES[rule]}
-    expected = alone(ranks, 30, optimizer, **form)
+    expected = alone(ranks, 30, optimizer, every=every, **form)
     assert expected[0][0][2] > 9  # evicted
     results = on_threads(
-        lambda trainer: shared(trainer, 30, optimizer, sparse=sparse, window=window),
+        lambda trainer: shared(trainer, 30, optimizer, sparse=sparse, window=window, every=every),
         ranks=ranks,
-        slots={"users": SLOTS[ranks], "items": 9},
+        slots={"users": SLOTS[ranks] + 22 * (every - 1), "items": 9},
         new_model=new_model,
         **form,
     )
     for result in of_ranks(results):
         assert result[0] == expected[0]
         assert result[1] == expected[1]
+
+
+def texts_of(act: Callable[[Trainer], object], **settings: Any) -> list[str]:
+    """Return why each of two ranks is refused."""
+    results = on_threads(
+        act,
+        slots=settings.pop("slots", {"users": 20, "items": 9}),
+        new_model=settings.pop("new_model", new_model),
+        sparse=True,
+        **settings,
+    )
+    assert all(isinstance(result, SettingsError) for result in results), results
+    return [str(result) for result in results]
+
+
+def first_batch(trainer: Trainer) -> tuple[Tensor, Tensor]:
+    reader = Lookahead(Reader(trainer.rank, 3), trainer.model, ids=ids_of, window=1)
+    return next(iter(reader))
+
+
+def test_lookups_outside_of_batches_are_refused() -> None:
+    texts = texts_of(lambda trainer: trainer.model.users(torch.arange(3)))
+    assert all("a lookup before the first batch of a Lookahead" in text for text in texts)
+
+
+def test_keys_are_not_deleted_on_one_rank() -> None:
+    def act(trainer: Trainer) -> None:
+        trainer.model.users(first_batch(trainer)[0])
+        source = find(trainer.model)
+        assert source is not None
+        source.tables[0].zero_rows(torch.tensor([1]), ())
+
+    assert all("a reset of rows" in text for text in texts_of(act))
+
+
+def test_ranks_that_do_different_things() -> None:
+    def act(trainer: Trainer) -> None:
+        keys, _ = first_batch(trainer)
+        if trainer.rank:
+            trainer.cache.rows_of("users", torch.arange(3))
+        trainer.model.users(keys)
+
+    results = texts_of(act)
+    assert all("looks up keys in batch 1" in text for text in results)
+    assert all("copies or reads rows after batch 1" in text for text in results)
+
+
+def test_tables_with_other_rules_are_not_shared() -> None:
+    seeds = iter((1, 2))
+
+    def model(**form: Any) -> KeyedModel:
+        built = new_model(**form)
+        built.users.slots.rows.initial = Uniform(seed=next(seeds))
+        return built
+
+    texts = texts_of(lambda _: None, new_model=model)
+    assert all("other tables, or other values in them" in text for text in texts)
+
+
+def test_too_few_slots_are_named_on_all_ranks() -> None:
+    texts = texts_of(
+        lambda trainer: (first_batch(trainer), trainer.model.users(torch.arange(20) + 90)),
+        slots={"users": 13, "items": 9},
+    )
+    assert all("keyed table 'users', which 2 ranks share" in text for text in texts)
+
+
+def test_keys_of_an_interrupted_lookup_have_their_first_values() -> None:
+    def act(trainer: Trainer) -> list[Any]:
+        users = trainer.model.users
+        first_batch(trainer)
+        keys = torch.arange(5) + 700
+        users.slots.take(keys)  # and no row was written
+        users(torch.arange(3) + trainer.rank)
+        return users(keys).tolist()
+
+    results = list(of_ranks(on_threads(act, slots={"users": 30}, new_model=new_model, sparse=True)))
+    expected = new_model(sparse=True).users(torch.arange(5) + 700).tolist()
+    assert results == [expected, expected]
