@@ -14,7 +14,8 @@ and `clipping.py` (clips gradients by one norm on all ranks). `call_thread.py` h
 does calls in order.
 
 `trainers.py` says what a cache asks of other trainers that share its rows, and answers for a single
-trainer; `shared.py` answers for the ranks of a data-parallel job. It stands on `rank_channels.py`
+trainer; `shared.py` answers for the ranks of a data-parallel job, and `shared_lookups.py` makes
+their lookups of keyed tables. They stand on `rank_channels.py`
 (how ranks exchange bytes), `turns.py` (what ranks do next, before they exchange bytes for it),
 `meeting.py` (where home threads wait for each other), `membership.py` (how a rank works with the
 others, and leaves them), `same_tables.py` (what ranks share), `batch_ids.py` (ids of coming

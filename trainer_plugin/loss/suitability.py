@@ -87,8 +87,11 @@ def meter_of(
     batched = {table.key for source in batched_sources for table in source.tables}
     for table in tables:
         if table.cached and several and table.own_states:
-            raise _refused_table(
-                table, "keys, and a cache that ranks share, which look up together"
+            raise SettingsError(
+                f"Checkpointer(bits=Loss(...)): keyed table {table.name!r}",
+                found="a cache that ranks share, in which they make each lookup together",
+                expected="lookups that a measurement can repeat on one rank",
+                next_step="pass bits=8, or leave the keyed table out of cached()",
             )
         if table.key in priced | wide:
             is_batched = table.key in batched

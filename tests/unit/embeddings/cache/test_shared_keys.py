@@ -15,7 +15,7 @@ from recpoint import LeastRecent, LeastUsed, Lookahead, Probability, Seen
 from recpoint.embeddings import Uniform
 from recpoint.embeddings.cache.install import read_rows
 from recpoint.embeddings.tables.optimizers import row_states
-from recpoint.errors import RanksDiffer, SettingsError
+from recpoint.errors import SettingsError
 from recpoint.trainer_plugin.integrations.keyed import find
 from tests.keyed_training import OPTIMIZERS, KeyedModel, KeyedReader, ids_of
 from tests.several_trainers import added, present
