@@ -83,16 +83,16 @@ def alone(ranks: int, batches: int, optimizer: str, *, every: int, **form: Any) 
     gradients: list[list[Any]] = [[None] * len(parameters) for _ in range(ranks)]
     for number in range(1, batches + 1):
         parts = [next(reader) for reader in readers]
+        slots: list[list[Tensor]] = []
         for offset in range(min(every, 2)):
             users.slots.take(torch.unique(torch.cat([keys + offset for keys, _ in parts])))
+            slots.append([users.slots.find(keys + offset) for keys, _ in parts])
         for rank, (keys, target) in enumerate(parts):
             for parameter, gradient in zip(parameters, gradients[rank], strict=True):
                 parameter.grad = gradient
             rows = sum(
-                functional.embedding(
-                    users.slots.find(keys + offset), users.weight, padding_idx=0, sparse=sparse
-                )
-                for offset in range(min(every, 2))
+                functional.embedding(of_ranks[rank], users.weight, padding_idx=0, sparse=sparse)
+                for of_ranks in slots
             )
             out = model.top(rows + model.items(keys % 9)).squeeze(1)
             functional.mse_loss(out, target).backward()
