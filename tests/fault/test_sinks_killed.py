@@ -128,6 +128,10 @@ def _sweep_of_increments(publishers: _Publishers) -> None:
     die_at, code, most_deferred = 1, -signal.SIGKILL, 0
     while code != 0:
         step = publishers.trainer.made[-1].step + 1
+        if die_at % 6 == 0:  # short chains, which are verified often
+            publishers.trainer.commit(step, full=True)
+            publishers.finish()
+            step += 1
         publishers.trainer.commit(step)
         code = publishers.start(die_at=die_at).wait()
         assert code in (0, -signal.SIGKILL)
