@@ -220,7 +220,7 @@ def _meta(metadata: dict[str, str], key: str, next_step: str) -> ChunkMeta:
     )
     if not isinstance(fields, dict):
         raise malformed(f"metadata that is {brief(fields)}", "an object")
-    check_version(fields, name=key, next_step=next_step)
+    check_version(fields, (FORMAT_VERSION,), name=key, next_step=next_step)
     return validate(ChunkMeta, fields, name=key, next_step=next_step, exclude_none=True)
 
 

@@ -26,6 +26,7 @@ __all__ = [
     "MAX_STEP",
     "MAX_VALIDATION",
     "METRIC_KEY",
+    "PAGE_KEY",
     "PART_KEY",
     "PIN_KEY",
     "PLAN_KEY",
@@ -40,6 +41,7 @@ __all__ = [
     "KeyPattern",
     "ManifestName",
     "NamedCheckpoint",
+    "PageName",
     "PartName",
     "ValidationLevel",
     "ValidationName",
@@ -129,6 +131,20 @@ class PartName(NamedTuple):
     @property
     def checkpoint(self) -> AttemptName:
         """The attempt to which the part belongs."""
+        return AttemptName(self.step, self.generation, self.attempt)
+
+
+class PageName(NamedTuple):
+    """The contents of the key of a page of a manifest; `digest` is of the page's bytes."""
+
+    step: int
+    generation: int
+    attempt: str
+    digest: str
+
+    @property
+    def written_by(self) -> AttemptName:
+        """The attempt, or the consolidation, that wrote the page."""
         return AttemptName(self.step, self.generation, self.attempt)
 
 
@@ -258,6 +274,7 @@ _STEP = _number("step", 12)
 _GENERATION = _number("generation", 8, lowest=1)
 _RANK = _number("rank", 5, mark="r")
 _ATTEMPT = _text("attempt", _HEX, "32 lower-case hexadecimal digits")
+_DIGEST = _text("digest", _HEX, "32 lower-case hexadecimal digits")
 _OWNER = _text("owner", _HEX, "32 lower-case hexadecimal digits")
 _LABEL = _text("name", "[a-z0-9][a-z0-9_.-]{0,63}", "1 to 64 of a-z, 0-9, _, ., -")
 _LEVEL = _text("level", "metadata|sample|full", "the level of a validation")
@@ -297,6 +314,10 @@ CONSOLIDATED_KEY = KeyPattern(
 )
 PART_KEY = KeyPattern(
     PartName, "parts/", _STEP, "-", _GENERATION, "-", _ATTEMPT, "/", _RANK, ".json"
+)
+#: Pages of manifests lie beside the chunks that they name.
+PAGE_KEY = KeyPattern(
+    PageName, "chunks/", _STEP, "-", _GENERATION, "-", _ATTEMPT, "/page-", _DIGEST, ".json"
 )
 PIN_KEY = KeyPattern(NamedCheckpoint, "pins/", _STEP, "-", _GENERATION, "-", _LABEL, ".json")
 METRIC_KEY = KeyPattern(NamedCheckpoint, "metrics/", _STEP, "-", _GENERATION, "-", _LABEL, ".json")
@@ -351,7 +372,7 @@ _JOB = re.compile(rf"({_GENERATION.looks})-({_STEP.looks})-r([0-9]{{5}})\Z")
 
 
 def attempt_prefix(step: int, generation: int, attempt: str) -> str:
-    """Return the prefix, ending in a slash, of all chunks of one attempt."""
+    """Return the prefix, ending in a slash, of all chunks of one attempt, and of its pages."""
     _within("step", step, 0, MAX_STEP)
     _within("generation", generation, 1, MAX_GENERATION)
     prefix = f"chunks/{step:012d}-{generation:08d}-{attempt}/"
@@ -437,9 +458,12 @@ def is_probe_key(key: str) -> bool:
 
 
 def parse_chunk_key(key: str) -> AttemptName | None:
-    """Return the attempt in a chunk's key; None if `key` is not the key of a chunk."""
+    """Return the attempt in a key of a chunk, or of a page of a manifest; None for other keys."""
     match = _CHUNK.match(key)
-    return AttemptName(int(match[1]), int(match[2]), match[3]) if match else None
+    if match is not None:
+        return AttemptName(int(match[1]), int(match[2]), match[3])
+    page = PAGE_KEY.parse(key)
+    return None if page is None else page.written_by
 
 
 def parse_chunk_name(key: str) -> ChunkName | None:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Generic, Literal, ParamSpec, TypeVar
 
 from recpoint.errors import ForeignObject
-from recpoint.format.manifest import Manifest
+from recpoint.format.manifest import Manifest, ManifestHead
+from recpoint.format.manifest_root import ManifestRoot, Page
 from recpoint.format.naming import (
     CONSOLIDATED_KEY,
     DELETION_KEY,
@@ -17,6 +18,7 @@ from recpoint.format.naming import (
     LEASE_KEY,
     MANIFEST_KEY,
     METRIC_KEY,
+    PAGE_KEY,
     PART_KEY,
     PIN_KEY,
     PLAN_KEY,
@@ -24,7 +26,9 @@ from recpoint.format.naming import (
     REJECTIONS_KEY,
     RUN_KEY,
     VALIDATION_KEY,
+    ConsolidatedName,
     KeyPattern,
+    ManifestName,
 )
 from recpoint.format.part import RankPart
 from recpoint.format.records import (
@@ -59,6 +63,7 @@ __all__ = [
     "MANIFEST",
     "MARK",
     "METRIC",
+    "PAGE",
     "PART",
     "PIN",
     "PLAN",
@@ -89,6 +94,7 @@ class RecordKind(Generic[P, NameT, RecordT]):
         key_of: computes the key under which a record belongs, from the record and the key that it
             was read from. The latter decides what the record does not say.
         max_bytes: a larger object is damaged.
+        later: the contents of a record of the next version; None: there is only one.
     """
 
     keys: KeyPattern[P, NameT]
@@ -97,6 +103,7 @@ class RecordKind(Generic[P, NameT, RecordT]):
     next_step: str
     key_of: Callable[[RecordT, str], str]
     max_bytes: int = MAX_RECORD_BYTES
+    later: type[RecordT] | None = None
 
     def when_damaged(self, key: str, url: str = "URL") -> str:
         """Return what a person should do about the damaged record under `key`."""
@@ -116,7 +123,7 @@ class RecordKind(Generic[P, NameT, RecordT]):
             ForeignObject: the record belongs to another run or under another key.
         """
         next_step = self.when_damaged(key, url)
-        record = unpack_record(self.model, data, name=key, next_step=next_step)
+        record = unpack_record(self.model, data, name=key, next_step=next_step, later=self.later)
         if run is None:
             return record
         belongs = self.key_of(record, key)
@@ -130,11 +137,18 @@ class RecordKind(Generic[P, NameT, RecordT]):
         return record
 
 
-def _key_of_manifest(manifest: Manifest, _: str) -> str:
+def _key_of_manifest(manifest: ManifestHead, _: str) -> str:
     if manifest.stands_for is None:
         return MANIFEST_KEY.of(manifest.step, manifest.generation)
     parent_step = None if manifest.parent is None else manifest.parent.step
     return CONSOLIDATED_KEY.of(manifest.step, manifest.generation, parent_step)
+
+
+def _key_of_page(page: Page, key: str) -> str:
+    # Whoever reads a page has compared its bytes with the digest in the key.
+    name = PAGE_KEY.parse(key)
+    digest = page.attempt if name is None else name.digest
+    return PAGE_KEY.of(page.step, page.generation, page.attempt, digest)
 
 
 def _key_of_validation(record: ValidationRecord, key: str) -> str:
@@ -179,19 +193,28 @@ END = RecordKind(
     next_step="nothing: this record is only for people; you may remove {url}/{key}",
     key_of=lambda end, _: END_KEY.of(end.generation),
 )
-MANIFEST = RecordKind(
+MANIFEST: RecordKind[..., ManifestName, ManifestHead] = RecordKind(
     keys=MANIFEST_KEY,
     model=Manifest,
+    later=ManifestRoot,
     written="once",
     next_step=_RESTORE_OLDER,
     key_of=_key_of_manifest,
 )
-CONSOLIDATED = RecordKind(
+CONSOLIDATED: RecordKind[..., ConsolidatedName, ManifestHead] = RecordKind(
     keys=CONSOLIDATED_KEY,
     model=Manifest,
+    later=ManifestRoot,
     written="once",
     next_step=_RESTORE_OLDER,
     key_of=_key_of_manifest,
+)
+PAGE = RecordKind(
+    keys=PAGE_KEY,
+    model=Page,
+    written="once",
+    next_step=_RESTORE_OLDER,
+    key_of=_key_of_page,
 )
 PART = RecordKind(
     keys=PART_KEY,
@@ -283,7 +306,7 @@ SIDE_KINDS: tuple[AnyKind, ...] = (
     PLAN,
 )
 
-_KINDS: tuple[AnyKind, ...] = (RUN, GENERATION, MANIFEST, CONSOLIDATED, *SIDE_KINDS)
+_KINDS: tuple[AnyKind, ...] = (RUN, GENERATION, MANIFEST, CONSOLIDATED, PAGE, *SIDE_KINDS)
 _BY_PREFIX = {kind.keys.prefix: kind for kind in _KINDS}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 import crc32c
@@ -67,10 +68,10 @@ class Part(BaseModel):
 
 
 class Record(Part):
-    """A whole record; each subclass fixes `format` to its own name."""
+    """A whole record; each subclass fixes `format` to its own name, and may fix `version`."""
 
     format: str
-    version: Literal[1] = FORMAT_VERSION
+    version: Literal[1, 2] = FORMAT_VERSION
 
 
 class StoredRecord(Record):
@@ -149,7 +150,14 @@ def body_bytes(part: Part) -> int:
     return len(_canonical(part.model_dump(mode="json")))
 
 
-def unpack_record(kind: type[RecordT], data: bytes, *, name: str, next_step: str) -> RecordT:
+def unpack_record(
+    kind: type[RecordT],
+    data: bytes,
+    *,
+    name: str,
+    next_step: str,
+    later: type[RecordT] | None = None,
+) -> RecordT:
     """Check an envelope and return its record.
 
     Args:
@@ -157,6 +165,7 @@ def unpack_record(kind: type[RecordT], data: bytes, *, name: str, next_step: str
         data: the object's bytes, in full.
         name: key or path, for errors.
         next_step: what a person should do about a damaged record, for errors.
+        later: the same record in its next version; None: there is only one.
 
     Raises:
         MalformedObject: the data is not JSON as format §4 asks.
@@ -175,7 +184,9 @@ def unpack_record(kind: type[RecordT], data: bytes, *, name: str, next_step: str
     if not isinstance(body, dict) or body.get("format") != expected_format:
         body_format = body.get("format") if isinstance(body, dict) else body
         raise malformed(f"format {brief(body_format)}", f"format {expected_format!r}")
-    check_version(body, name=name, next_step=next_step)
+    kinds = (kind,) if later is None else (kind, later)
+    versions = [one.model_fields["version"].default for one in kinds]
+    version = check_version(body, versions, name=name, next_step=next_step)
     digest = crc32c.crc32c(_canonical(body))
     recorded = envelope["crc32c"]
     if type(recorded) is not int:  # True == 1
@@ -187,31 +198,36 @@ def unpack_record(kind: type[RecordT], data: bytes, *, name: str, next_step: str
             expected=f"crc32c {brief(recorded)}",
             next_step=next_step,
         )
-    return validate(kind, body, name=name, next_step=next_step)
+    chosen = kinds[versions.index(version)]
+    return validate(chosen, body, name=name, next_step=next_step)
 
 
-def check_version(fields: dict[str, Any], *, name: str, next_step: str) -> None:
-    """Refuse another version than this release's before any other field is checked.
+def check_version(
+    fields: dict[str, Any], versions: Sequence[int], *, name: str, next_step: str
+) -> int:
+    """Return `version`, and refuse any but `versions` before any other field is checked.
 
     Raises:
         UnsupportedVersion: `version` is another integer.
         MalformedObject: `version` is missing or not an integer.
     """
     version = fields.get("version")
+    expected = f"version {' or '.join(map(str, versions))}"
     if type(version) is not int:  # True == 1
         raise MalformedObject(
             name,
             found=f"version {brief(version)}",
-            expected=f"version {FORMAT_VERSION}",
+            expected=expected,
             next_step=next_step,
         )
-    if version != FORMAT_VERSION:
+    if version not in versions:
         raise UnsupportedVersion(
             name,
             found=f"version {brief(version)}",
-            expected=f"version {FORMAT_VERSION}",
+            expected=expected,
             next_step="pip install --upgrade recpoint",
         )
+    return version
 
 
 def validate(

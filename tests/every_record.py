@@ -15,7 +15,7 @@ from recpoint.catalog.run.ends import tell_ended
 from recpoint.catalog.run.rejections import leave_rejection
 from recpoint.catalog.run.run import Run
 from recpoint.errors import RanksMissing
-from recpoint.format.naming import MANIFEST_KEY, ManifestName, parse_chunk_key
+from recpoint.format.naming import MANIFEST_KEY, ManifestName, parse_chunk_name
 from recpoint.format.record_kinds import kind_of
 from recpoint.format.records import CheckpointRef
 from recpoint.format.rejections import Rejection
@@ -98,7 +98,7 @@ def _beside(run: Run, folder: Path, tables: list[Table]) -> None:
 
 def kind_name(key: str) -> str:
     """Return the kind of an object, for tables: of a record, or of a chunk by its content."""
-    if parse_chunk_key(key) is not None:
+    if parse_chunk_name(key) is not None:
         content = key.rpartition("/")[2].split("-")[1]
         return f"chunk: {'rows' if content.startswith('t') else content}"
     kind = kind_of(key)

@@ -268,6 +268,7 @@ class _Checking:
             if not isinstance(manifest, Manifest):
                 return  # this manifest may name any of the chunks
             named.update(entry.key for entry in manifest.chunks)
+            named.update(page.key for page in manifest.pages)
             links.append(Link.of(manifest))
         orphans: dict[AttemptName, int] = {}
         pins: dict[ManifestName, list[str]] = {}

@@ -9,8 +9,8 @@ from typing import Final, Literal
 from recpoint.catalog.consolidate.merge import Uploads, merge_part, moved_chunk
 from recpoint.catalog.consolidate.plan import ConsolidationPlan, read_sources, writer
 from recpoint.catalog.restore.chunks import StoreChunks, check_stored, read_chunk
-from recpoint.catalog.run.commit import manifest_bytes
 from recpoint.catalog.run.lineage import Representation
+from recpoint.catalog.run.manifest_pages import packed_manifest, write_pages
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.run.stored_chunks import not_there, stored_sizes
 from recpoint.catalog.store.contract import host_seconds, now_ms
@@ -21,9 +21,11 @@ from recpoint.format.manifest import (
     Manifest,
     Quantizer,
     StandsFor,
+    StoredPage,
     least_bits,
 )
 from recpoint.format.naming import ManifestName, attempt_prefix, parse_chunk_key
+from recpoint.format.paging import pack_manifest
 from recpoint.format.record_kinds import CONSOLIDATED
 
 __all__ = [
@@ -68,12 +70,17 @@ def commit_consolidation(
         return "already", stored_manifest
     sources = read_sources(run, plan, tables=())
     manifest = _manifest(plan, sources, [*entries, *_copy_state(run, plan, sources[-1])])
-    data = manifest_bytes(
+    packed = packed_manifest(
         manifest, next_step="nothing: the chain that the checkpoint has restores it"
     )
+    write_pages(run.store, packed)
+    manifest.read_from([page for page, _ in packed.pages])
     _look_last(run, manifest, attempt_prefix(*plan.target.name, plan.attempt))
     key, target = plan.target.key, plan.target
-    if run.records(CONSOLIDATED).create_packed(data, *target.name, target.after) == "created":
+    if (
+        run.records(CONSOLIDATED).create_packed(packed.record, *target.name, target.after)
+        == "created"
+    ):
         _make_sure(run, plan, manifest)
         return "created", manifest
     stored_manifest = committed_manifest(run, plan)
@@ -118,6 +125,7 @@ def _make_sure(run: Run, plan: ConsolidationPlan, manifest: Manifest) -> None:
     for part in plan.parts:
         merge_part(run, plan, part)
     _copy_state(run, plan, read_sources(run, plan, tables=())[-1])
+    write_pages(run.store, pack_manifest(manifest))
     _check_all_there(run, manifest, attempt_prefix(*plan.target.name, plan.attempt))
 
 
@@ -137,7 +145,8 @@ def has_gap(run: Run, plan: ConsolidationPlan, manifest: Manifest) -> bool:
     """
     attempt = parse_chunk_key(manifest.chunks[0].key)
     assert attempt is not None  # ChunkEntry accepts only keys of chunks
-    missing = not_there(run.store, attempt_prefix(*attempt), manifest.chunks)
+    named: tuple[ChunkEntry | StoredPage, ...] = (*manifest.chunks, *manifest.pages)
+    missing = not_there(run.store, attempt_prefix(*attempt), named)
     if missing and attempt.attempt != plan.attempt:
         raise CommitConflict(
             plan.target.key,
@@ -219,6 +228,13 @@ def _check_all_there(run: Run, manifest: Manifest, prefix: str) -> None:
     sizes = stored_sizes(run.store, prefix)
     for entry in manifest.chunks:
         check_stored(manifest, entry, sizes)
+    for page in not_there(run.store, prefix, manifest.pages):
+        raise ObjectNotFound(
+            page.key,
+            found="no page of this length",
+            expected=f"{page.bytes} bytes, as {Representation.of(manifest).key} will say",
+            next_step="run the consolidation again",
+        )
 
 
 def _check_still_wanted(run: Run, manifest: Manifest) -> None:

@@ -23,7 +23,7 @@ from recpoint.catalog.run.validations import Doubts
 from recpoint.errors import ChainError, CommitConflict, SettingsError
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import ManifestName
-from recpoint.format.records import pack_record
+from recpoint.format.paging import pack_manifest
 
 __all__ = [
     "ConsolidationPlan",
@@ -344,7 +344,7 @@ def writer() -> str:
 
 
 def _digest(manifest: Manifest) -> str:
-    return hashlib.sha256(pack_record(manifest)).hexdigest()
+    return hashlib.sha256(pack_manifest(manifest).record).hexdigest()
 
 
 def _attempt(run: Run, target: Representation, attempt: str, digests: Sequence[str]) -> str:

@@ -28,7 +28,7 @@ class NamedChunks:
         pins: names of the pins of each pinned checkpoint.
 
     Attributes:
-        chunks: keys of chunks that a manifest names, or named when it was read.
+        chunks: keys of chunks that a manifest names, or named when it was read, and of its pages.
         attempts: the attempts of these chunks.
         unreadable: keys of manifests that cannot be read.
         lost: the checkpoints that are needed although their manifests are lost.
@@ -79,7 +79,7 @@ class NamedChunks:
             self.lost = LostManifests((self._links[one] for one in named), self._pins, gone=gone)
 
     def _read(self, one: Representation) -> tuple[Link | None, list[str]] | None:
-        """Return a manifest's link and the keys of its chunks.
+        """Return a manifest's link, and the keys of its chunks and pages.
 
         Returns (None, []) if it was removed after it was listed, and None if it is unreadable.
         """
@@ -89,7 +89,8 @@ class NamedChunks:
             return None, []
         except FormatError:
             return None
-        return Link.of(manifest), [entry.key for entry in manifest.chunks]
+        pages = [page.key for page in manifest.pages]
+        return Link.of(manifest), [entry.key for entry in manifest.chunks] + pages
 
     def may_be_committed(self, attempt: AttemptName, infos: Iterable[ObjectInfo]) -> bool:
         """Tell whether the newest trainer may still commit an attempt.

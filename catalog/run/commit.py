@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Literal
 
 from recpoint.catalog.run.chain import check_link, needed_beside
-from recpoint.catalog.run.lineage import Representation, next_step_of_lost
+from recpoint.catalog.run.lineage import next_step_of_lost
+from recpoint.catalog.run.manifest_pages import packed_manifest, write_pages
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.run.run_record import read_run_record
 from recpoint.errors import (
@@ -14,7 +15,6 @@ from recpoint.errors import (
     GenerationRecordLost,
     MissingLink,
     ObjectNotFound,
-    RecordTooLarge,
     StaleWriter,
 )
 from recpoint.format.manifest import Manifest
@@ -27,12 +27,10 @@ from recpoint.format.naming import (
     generation_in_key,
 )
 from recpoint.format.record_kinds import MANIFEST
-from recpoint.format.records import MAX_RECORD_BYTES, pack_record
 
 __all__ = [
     "check_fence",
     "commit",
-    "manifest_bytes",
 ]
 
 
@@ -86,35 +84,15 @@ def commit(
         # The checkpoint exists; retention may have deleted its own manifest (format §6.6).
         _check_ours(manifest, run.manifest(manifest.step, manifest.generation))
         return "already"
-    data = manifest_bytes(
+    packed = packed_manifest(
         manifest, next_step="fewer tables or ranks: each rank stores a chunk or more of each table"
     )
     name = ManifestName(manifest.step, manifest.generation)
-    if run.records(MANIFEST).create_packed(data, *name) == "created":
+    write_pages(run.store, packed)
+    if run.records(MANIFEST).create_packed(packed.record, *name) == "created":
         return "created"
     _check_ours(manifest, run.manifest(manifest.step, manifest.generation))
     return "already"
-
-
-def manifest_bytes(manifest: Manifest, *, next_step: str) -> bytes:
-    """Return the bytes of a manifest's record.
-
-    Args:
-        manifest: the manifest.
-        next_step: what a person can do if it is too large.
-
-    Raises:
-        RecordTooLarge: the record is larger than a reader accepts (format §4).
-    """
-    try:
-        return pack_record(manifest)
-    except ValueError as error:
-        raise RecordTooLarge(
-            Representation.of(manifest).key,
-            found=f"a manifest of {len(manifest.chunks):,} chunks: {error!s:.200}",
-            expected=f"at most {MAX_RECORD_BYTES} bytes: about 250,000 chunks",
-            next_step=next_step,
-        ) from error
 
 
 def check_fence(run: Run, generation: int, step: int) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Literal, NamedTuple, Self
 
 from recpoint.errors import GenerationRecordLost, MalformedObject
-from recpoint.format.manifest import Manifest
+from recpoint.format.manifest import ManifestHead
 from recpoint.format.naming import (
     CONSOLIDATED_KEY,
     GENERATION_KEY,
@@ -52,7 +52,7 @@ class Representation(NamedTuple):
     after: int | None = None
 
     @classmethod
-    def of(cls, manifest: Manifest) -> Self:
+    def of(cls, manifest: ManifestHead) -> Self:
         """Return the representation that `manifest` is, by its contents."""
         name = ManifestName(manifest.step, manifest.generation)
         if manifest.stands_for is None:
@@ -68,7 +68,7 @@ class Representation(NamedTuple):
         return f"{self.name}, consolidated {target_text}"
 
     @property
-    def kind(self) -> RecordKind[..., ManifestName | ConsolidatedName, Manifest]:
+    def kind(self) -> RecordKind[..., ManifestName | ConsolidatedName, ManifestHead]:
         """The manifest's kind of record."""
         return MANIFEST if self.form == "own" else CONSOLIDATED
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import ParamSpec, Self, TypeVar
 
 from recpoint.catalog.run.lineage import Representation, by_checkpoint, live_line, restarts
+from recpoint.catalog.run.manifest_pages import read_manifest
 from recpoint.catalog.run.run_record import create_run_record, read_run_record
 from recpoint.catalog.store.contract import Store, now_ms
 from recpoint.catalog.store.records import Records
@@ -264,9 +265,10 @@ class Run:
 
         Raises:
             ObjectNotFound: there is no such manifest.
-            FormatError: the manifest is damaged, or belongs under another key.
+            FormatError: the manifest or one of its pages is damaged, or it belongs under another
+                key.
         """
-        return self.records(representation.kind).read_key(representation.key)
+        return read_manifest(self.store, representation, run=self.id)
 
     def claim(self, restored: CheckpointRef | None, *, above: int = 0) -> GenerationRecord:
         """Take the run over: create the next generation record (format §6.1, write order, rule 1).

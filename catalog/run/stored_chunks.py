@@ -6,7 +6,7 @@ A sweep on another host, or a person, may have removed chunks after this host up
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Final
+from typing import Final, Protocol, TypeVar
 
 from recpoint.catalog.store.contract import Store
 from recpoint.catalog.store.scheduler import ReadScheduler
@@ -28,6 +28,19 @@ _LISTED_IN_TURN: Final = 8_000
 _RANGES: Final = 16
 
 
+class _Stored(Protocol):
+    """What is said of an object: a chunk's entry, or a page."""
+
+    @property
+    def key(self) -> str: ...
+
+    @property
+    def bytes(self) -> int: ...
+
+
+_Named = TypeVar("_Named", bound=_Stored)
+
+
 def stored_sizes(store: Store, prefix: str) -> dict[str, int]:
     """Return the length in bytes of each object whose key starts with `prefix`; one listing.
 
@@ -37,8 +50,8 @@ def stored_sizes(store: Store, prefix: str) -> dict[str, int]:
     return {info.key: info.size_bytes for info in store.list(prefix)}
 
 
-def not_there(store: Store, prefix: str, entries: Iterable[ChunkEntry]) -> list[ChunkEntry]:
-    """Return the chunks of `entries`, all under `prefix`, that are missing or of another length.
+def not_there(store: Store, prefix: str, entries: Iterable[_Named]) -> list[_Named]:
+    """Return the chunks or pages, all under `prefix`, that are missing or of another length.
 
     Raises:
         StoreError: the store cannot be read.

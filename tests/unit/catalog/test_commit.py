@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from recpoint.catalog.run import manifest_pages
 from recpoint.catalog.run.commit import check_fence, commit
 from recpoint.catalog.run.run import Run
 from recpoint.errors import (
@@ -175,14 +176,17 @@ def test_a_manifest_of_another_run_is_refused(run: Run, tmp_path: Path) -> None:
         commit(run, build(other, tables(), step=5, generation=1).manifest)
 
 
-def test_a_manifest_larger_than_any_reader_takes_is_refused(run: Run) -> None:
+def test_a_manifest_larger_than_any_reader_takes_is_refused(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     full = build(run, [Table("items", torch.zeros(4, 1))], step=5, generation=1).manifest
     rows = next(entry for entry in full.chunks if entry.content == "rows")
-    many = tuple(single_rows(rows, 275_000, attempt=full.attempt))
-    with pytest.raises(MalformedObject, match="275,000 chunks") as caught:
+    monkeypatch.setattr(manifest_pages, "MAX_CHUNKS", 5_000)
+    many = tuple(single_rows(rows, 5_001, attempt=full.attempt))
+    with pytest.raises(MalformedObject, match="5,001 chunks.*at most 5,000") as caught:
         commit(run, full.model_copy(update={"chunks": many}))
     assert caught.value.subject == MANIFEST_KEY.of(5, 1)
-    assert run.manifest_names() == []
+    assert run.manifest_names() == [] and not list(run.store.list("chunks/"))
 
 
 class TestLostAnswers:

@@ -9,6 +9,7 @@ from recpoint.catalog.check.check import check
 from recpoint.catalog.consolidate.commit import commit_consolidation
 from recpoint.catalog.consolidate.consolidate import consolidate
 from recpoint.catalog.consolidate.plan import ConsolidationPlan, plan_consolidation
+from recpoint.catalog.run import manifest_pages
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.store.contract import ObjectInfo
 from recpoint.errors import ChainError, CommitConflict, DigestMismatch, FormatError, MalformedObject
@@ -37,8 +38,10 @@ def test_rows_that_a_validation_found_wrong_are_not_mixed_with_others(
     assert plan_consolidation(run, ManifestName(14, 1)).needed  # it does not have them
 
 
-def test_a_manifest_larger_than_any_reader_takes_is_not_made(run: Run) -> None:
-    weights = [Table("items", torch.zeros(275_000, 1))]
+def test_a_manifest_larger_than_any_reader_takes_is_not_made(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = [Table("items", torch.zeros(5_000, 1))]
     made = [publish(run, build(run, weights, step=5, generation=1, rows_per_chunk=1 << 20))]
     for step in (6, 7):
         dirty = [torch.tensor([step])]
@@ -46,8 +49,9 @@ def test_a_manifest_larger_than_any_reader_takes_is_not_made(run: Run) -> None:
         made.append(publish(run, increment))
     plan = plan_consolidation(run, name_of(made[-1]), links=2)
     rows = next(entry for entry in made[-1].chunks if entry.content == "rows")
-    many = single_rows(rows, 275_000, attempt=plan.attempt)
-    with pytest.raises(MalformedObject, match=r"275,001 chunks.*the chain that the checkpoint has"):
+    many = single_rows(rows, 5_000, attempt=plan.attempt)
+    monkeypatch.setattr(manifest_pages, "MAX_CHUNKS", 5_000)
+    with pytest.raises(MalformedObject, match=r"5,001 chunks.*the chain that the checkpoint has"):
         commit_consolidation(run, plan, many)
     assert not list(run.store.list(CONSOLIDATED_KEY.prefix))
 

@@ -11,7 +11,9 @@ import pytest
 
 from recpoint.format.job import Cancel, Job, Outcome
 from recpoint.format.manifest import Manifest
+from recpoint.format.manifest_root import ManifestRoot, Page
 from recpoint.format.naming import parse_chunk_key, parse_job_stem
+from recpoint.format.paging import page_digest
 from recpoint.format.record_kinds import (
     CONSOLIDATED,
     GENERATION,
@@ -20,6 +22,9 @@ from recpoint.format.record_kinds import (
     SIDE_KINDS,
     AnyKind,
     kind_of,
+)
+from recpoint.format.record_kinds import (
+    PAGE as PAGE_KIND,
 )
 from recpoint.format.records import Record, pack_record, unpack_record
 from recpoint.format.servers import ServersRecord
@@ -110,7 +115,7 @@ def test_samples_name_the_quantizer_as_it_is_written_today() -> None:
 
 def test_each_kind_has_a_sample() -> None:
     shown = {sample.path.partition("/")[0] for sample in SAMPLES}
-    kinds: tuple[AnyKind, ...] = (RUN, GENERATION, MANIFEST, CONSOLIDATED, *SIDE_KINDS)
+    kinds: tuple[AnyKind, ...] = (RUN, GENERATION, MANIFEST, CONSOLIDATED, PAGE_KIND, *SIDE_KINDS)
     assert shown == {kind.keys.prefix.rstrip("/") for kind in kinds} | STAGED.keys()
 
 
@@ -130,6 +135,18 @@ def test_the_tree_has_what_the_manifests_name() -> None:
     manifests = [record for record in map(_record, SAMPLES) if isinstance(record, Manifest)]
     assert len(manifests) > 1
     assert {chunk.key for one in manifests for chunk in one.chunks} <= IN_THE_RUN
+
+
+def test_the_tree_has_what_the_root_and_its_page_name() -> None:
+    records = [_record(sample) for sample in SAMPLES]
+    (root,) = [record for record in records if isinstance(record, ManifestRoot)]
+    (page,) = [record for record in records if isinstance(record, Page)]
+    assert {root.page_key(entry) for entry in root.pages} <= IN_THE_RUN
+    assert {chunk.key for chunk in page.chunks} <= IN_THE_RUN
+    data = pack_record(page)  # as it is stored, which the key and the root tell
+    shown = next(sample.path for sample in SAMPLES if sample.title == "Page")
+    (entry,) = [entry for entry in root.pages if root.page_key(entry) == shown]
+    assert page.entry(page=page_digest(data), bytes_=len(data)) == entry
 
 
 def _rules() -> dict[str, int]:

@@ -72,6 +72,19 @@ def test_keys_of_rejections(rank: int) -> None:
         naming.REJECTIONS_KEY.of(naming.MAX_RANK + 1)
 
 
+@given(STEPS, GENERATIONS)
+def test_keys_of_pages(step: int, generation: int) -> None:
+    digest = "0d" * 16
+    key = naming.PAGE_KEY.of(step, generation, ATTEMPT, digest)
+    assert key.startswith(naming.attempt_prefix(step, generation, ATTEMPT))
+    assert naming.PAGE_KEY.parse(key) == (step, generation, ATTEMPT, digest)
+    assert naming.parse_chunk_key(key) == (step, generation, ATTEMPT)
+    assert naming.parse_chunk_name(key) is None  # no manifest may name it as a chunk
+    assert naming.generation_in_key(key) == generation
+    for other in (key + "\n", key.replace(digest, digest[:-1]), key.replace(digest, "0D" * 16)):
+        assert naming.PAGE_KEY.parse(other) is None and naming.parse_chunk_key(other) is None
+
+
 @given(STEPS, GENERATIONS, st.none() | STEPS)
 def test_keys_of_consolidated_manifests(step: int, generation: int, after: int | None) -> None:
     if after is not None and after >= step:
