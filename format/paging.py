@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
-from recpoint.format import naming
+from recpoint.format import naming, records
 from recpoint.format.chunk_entries import ChunkEntry
 from recpoint.format.manifest import Manifest, ManifestHead, StoredPage
 from recpoint.format.manifest_root import ManifestRoot, Page, PageEntry
@@ -21,13 +21,29 @@ from recpoint.format.quantizers import Quantizer
 from recpoint.format.records import pack_record
 from recpoint.format.version import FORMAT_VERSION
 
-__all__ = ["PackedManifest", "pack_manifest", "page_digest", "whole_manifest"]
+__all__ = [
+    "MAX_MANIFEST_BYTES",
+    "PackedManifest",
+    "manifest_fits",
+    "pack_manifest",
+    "page_digest",
+    "whole_manifest",
+]
 
 #: A manifest of at most so many chunks is one record, of about 1.1 MB.
 ONE_RECORD_CHUNKS: Final = 4096
 LEAST_CHUNKS: Final = 128
 MOST_CHUNKS: Final = 4096
 ROOT_PAGES: Final = 64
+#: The most bytes of a manifest, its pages included: what readers hold in memory.
+MAX_MANIFEST_BYTES: Final = 1 << 30
+
+#: About the least bytes of a chunk's entry, of an entry of a page, and of the description of a
+#: table; and the most of a table's rows in an entry of a page.
+_CHUNK_BYTES: Final = 250
+_PAGE_BYTES: Final = 256
+_TABLE_BYTES: Final = 64
+_ROWS_BYTES: Final = 48
 
 #: What the head of a manifest has in both forms.
 _HEAD: Final = tuple(name for name in ManifestHead.model_fields if name != "version")
@@ -49,7 +65,7 @@ def pack_manifest(manifest: Manifest) -> PackedManifest:
     """Return a manifest as it is stored; the same chunks and quantizers give the same pages.
 
     Raises:
-        ValueError: a record would be larger than readers accept.
+        ValueError: a record, or all together, would be larger than readers accept.
     """
     if max(len(manifest.chunks), len(manifest.quantizers)) <= ONE_RECORD_CHUNKS:
         return PackedManifest(pack_record(manifest))
@@ -89,7 +105,27 @@ def pack_manifest(manifest: Manifest) -> PackedManifest:
         chunk_attempt=name.attempt,
         pages=tuple(entries),
     )
+    total_bytes = sum(page.bytes for page, _ in packed)
+    if total_bytes > MAX_MANIFEST_BYTES:
+        raise ValueError(f"pages of {total_bytes} bytes; at most {MAX_MANIFEST_BYTES} are read")
     return PackedManifest(pack_record(root), tuple(packed))
+
+
+def manifest_fits(entries_bytes: int, tables_bytes: int) -> bool:
+    """Tell, before anything is staged, whether readers would accept a manifest.
+
+    Args:
+        entries_bytes: bytes of the entries of its chunks, and of its quantizers.
+        tables_bytes: bytes that describe its tables.
+    """
+    total_bytes = entries_bytes + tables_bytes
+    chunks = entries_bytes // _CHUNK_BYTES
+    if chunks <= ONE_RECORD_CHUNKS:
+        return total_bytes <= records.MAX_RECORD_BYTES
+    pages = max(ROOT_PAGES, math.isqrt(chunks // LEAST_CHUNKS) + 1)
+    rows_bytes = _ROWS_BYTES * min(chunks, pages * (tables_bytes // _TABLE_BYTES + 1))
+    root_bytes = tables_bytes + pages * _PAGE_BYTES + rows_bytes
+    return root_bytes <= records.MAX_RECORD_BYTES and total_bytes <= MAX_MANIFEST_BYTES
 
 
 def page_digest(data: bytes) -> str:

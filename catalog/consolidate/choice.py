@@ -15,7 +15,7 @@ from recpoint.catalog.consolidate.plan import (
 )
 from recpoint.catalog.run.chain import PassedOver
 from recpoint.catalog.run.run import Run
-from recpoint.format import records
+from recpoint.format import paging
 from recpoint.format.naming import ManifestName
 
 __all__ = [
@@ -83,7 +83,7 @@ def choose_consolidation(
             pays=False,
             is_held_back=True,
             reason=f"{whole.reason}, but no merge is sure to have a manifest that readers accept: "
-            f"that of a full may have {size_bytes:,} bytes of {records.MAX_RECORD_BYTES:,}",
+            f"that of a full may have {size_bytes:,} bytes of {paging.MAX_MANIFEST_BYTES:,}",
         )
     if best is None or best.sizes is whole.merges[-1]:
         return whole

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from recpoint.catalog.consolidate.merged_manifest import MergedManifest
 from recpoint.catalog.restore.rows import Live, LiveRows, kept_by_ids, sections_touched
-from recpoint.format import records
 from recpoint.format.manifest import ChunkEntry, Manifest, TableSpec
+from recpoint.format.paging import manifest_fits
 
 __all__ = [
     "MergeSizes",
@@ -62,7 +62,7 @@ class MergeSizes:
     @property
     def may_be_too_large(self) -> bool:
         """Whether its manifest may be larger than readers accept (format §4)."""
-        return self.most_manifest_bytes > records.MAX_RECORD_BYTES
+        return not manifest_fits(self.most_manifest_bytes, 0)
 
     @property
     def dead_rows(self) -> int | None:

@@ -62,7 +62,7 @@ from recpoint.errors import (
     StaleWriter,
     StoreError,
 )
-from recpoint.format import records
+from recpoint.format import paging, records
 from recpoint.format.job import Job, Outcome
 from recpoint.format.manifest import ChunkEntry, Manifest
 from recpoint.format.naming import MANIFEST_KEY, attempt_prefix, parse_job_stem, rank_prefix
@@ -287,12 +287,13 @@ class PersistJob:
             if segment_bytes.name.startswith(("tree", "tensor."))
         ]
         sizes = part_sizes(self.job.tables, part=self.job.rank, state_bytes=state)
-        if sizes.manifest_bytes > records.MAX_RECORD_BYTES:
+        if not sizes.fits:
             raise RecordTooLarge(
                 str(self.path),
                 found=f"{sizes.chunks:,} chunks or more, whose manifest would take about "
                 f"{sizes.manifest_bytes:,} bytes",
-                expected=f"at most {records.MAX_RECORD_BYTES:,} bytes",
+                expected=f"records of at most {records.MAX_RECORD_BYTES:,} bytes, and "
+                f"{paging.MAX_MANIFEST_BYTES:,} of a manifest with its pages",
                 next_step="store fewer bits, or train fewer tables",
             )
 

@@ -1,7 +1,8 @@
 """Estimates how large the records of a checkpoint will be, before anything of it is staged.
 
-Readers accept no record of more than 64 MiB (format §4). A manifest names each chunk in about 260
-bytes, so a large model, or many tables on many ranks, may exceed that. All sizes follow from what
+Readers accept no record of more than 64 MiB, and no manifest of more than 1 GiB with its pages
+(format §4). A manifest names each chunk in about 260 bytes, so a very large model, or many tables
+on many ranks, may exceed that. All sizes follow from what
 a trainer is about to stage.
 
 An estimate counts as few chunks as can hold a block of quantized rows. The agent writes more if
@@ -26,6 +27,7 @@ from recpoint.catalog.persist.plan import (
 from recpoint.format.job import Segment, StagedTable
 from recpoint.format.manifest import ChunkEntry, Quantizer, TableSpec
 from recpoint.format.naming import row_chunk_key, state_chunk_key
+from recpoint.format.paging import manifest_fits
 from recpoint.format.part import Shard
 from recpoint.format.records import body_bytes
 
@@ -40,6 +42,7 @@ class PartSizes(NamedTuple):
         entries_bytes: bytes of the entries of these chunks and of the quantizers.
         tables_bytes: bytes that describe the tables in the manifest.
         parts_bytes: bytes of the part's own record, which a checkpoint of several parts has.
+        part_bytes: the same; of several parts, of the largest.
         job_bytes: bytes of the job file; of several parts, of the largest.
     """
 
@@ -47,12 +50,18 @@ class PartSizes(NamedTuple):
     entries_bytes: int
     tables_bytes: int
     parts_bytes: int
+    part_bytes: int
     job_bytes: int
 
     @property
     def manifest_bytes(self) -> int:
         """Bytes of a manifest of these parts."""
         return self.entries_bytes + self.tables_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether readers would accept a manifest of these parts."""
+        return manifest_fits(self.entries_bytes, self.tables_bytes)
 
     def joined(self, further: PartSizes) -> PartSizes:
         """Return the sizes of both together, of one checkpoint."""
@@ -61,6 +70,7 @@ class PartSizes(NamedTuple):
             self.entries_bytes + further.entries_bytes,
             max(self.tables_bytes, further.tables_bytes),
             self.parts_bytes + further.parts_bytes,
+            max(self.part_bytes, further.part_bytes),
             max(self.job_bytes, further.job_bytes),
         )
 
@@ -110,6 +120,7 @@ def part_sizes(
         entries_bytes=entries,
         tables_bytes=specs,
         parts_bytes=shards + entries,
+        part_bytes=shards + entries,
         job_bytes=staged_tables + segments * _SEGMENT_BYTES,
     )
 

@@ -14,10 +14,11 @@ from recpoint.catalog.persist.ranks import MAX_PARTS_BYTES
 from recpoint.catalog.persist.record_sizes import PartSizes, part_sizes
 from recpoint.embeddings.server.served_part import refuse_long_description
 from recpoint.errors import HomeError, RecordTooLarge, SettingsError
-from recpoint.format import records
+from recpoint.format import paging, records
 from recpoint.format.history import ChosenPrecision
 from recpoint.format.job import StagedTable
 from recpoint.format.manifest import CODE_BITS, Kind, StateBits, TableSpec
+from recpoint.format.paging import manifest_fits
 from recpoint.format.squared_states import squared_states
 from recpoint.trainer_plugin.policy import FULL, ChainLink
 from recpoint.trainer_plugin.ranks.agreement import RecordNeeds
@@ -136,7 +137,7 @@ class RecordBound:
                     next_step=error.next_step,
                 ) from error
         whole, largest = self._joined(_AS_SET)
-        self._is_near = largest.manifest_bytes > records.MAX_RECORD_BYTES
+        self._is_near = not largest.fits
         fault = self._fault(whole)
         if fault is None:
             return
@@ -194,7 +195,7 @@ class RecordBound:
         full, increment = estimate.full, estimate.largest_increment
         if estimate.refusal is not None:
             raise estimate.refusal
-        if (fault := _fault_of_job(full)) is not None:
+        if (fault := self._fault_of_own(full)) is not None:
             raise _too_large(fault)
         if link.kind == "increment" and self._is_near:
             counts = self._cutter.marked_counts(tables)
@@ -217,18 +218,18 @@ class RecordBound:
             RecordTooLarge: a full would be too large as well.
         """
         tables_bytes = max(rank_needs.tables_bytes for rank_needs in needs)
-        increment_bytes = tables_bytes + sum(rank_needs.increment_bytes for rank_needs in needs)
-        if increment_bytes > records.MAX_RECORD_BYTES:
+        increment_bytes = sum(rank_needs.increment_bytes for rank_needs in needs)
+        if not manifest_fits(increment_bytes, tables_bytes):
             self._is_near = True
         elif link.kind == "increment":
             return link
-        full_bytes = tables_bytes + sum(rank_needs.full_bytes for rank_needs in needs)
+        full_bytes = sum(rank_needs.full_bytes for rank_needs in needs)
         parts_bytes = sum(rank_needs.parts_bytes for rank_needs in needs)
         fault = ""
         if full_bytes >= _TOO_LARGE:
             fault = "the same tables as in a full that the agent rejected as too large"
-        elif full_bytes > records.MAX_RECORD_BYTES:
-            fault = f"a full with a manifest of about {full_bytes:,} bytes"
+        elif not manifest_fits(full_bytes, tables_bytes):
+            fault = f"a full with a manifest of about {full_bytes + tables_bytes:,} bytes"
         elif parts_bytes > MAX_PARTS_BYTES:
             fault = f"a full with parts of about {parts_bytes:,} bytes together"
         if fault:
@@ -251,7 +252,7 @@ class RecordBound:
     def _estimated(self, key: object, staged: Sequence[StagedTable]) -> _Estimates:
         full, increment = self._sizes(staged), self._sizes(_increment(staged, None))
         if not self._ranks.several:
-            self._is_near = increment.manifest_bytes > records.MAX_RECORD_BYTES
+            self._is_near = not increment.fits
         refusal = None
         try:
             self._refuse_long_description(staged)
@@ -265,11 +266,18 @@ class RecordBound:
 
     def _fault(self, sizes: PartSizes) -> _TooLarge | None:
         """Return what is too large in the records of a full; None: nothing is."""
-        if sizes.manifest_bytes > records.MAX_RECORD_BYTES:
+        if not sizes.fits:
             description = f"a full of {sizes.chunks:,} chunks or more, with a manifest of about "
             return _TooLarge(description + f"{sizes.manifest_bytes:,} bytes", _OR_FEWER)
         if self._has_parts and sizes.parts_bytes > MAX_PARTS_BYTES:
             description = f"a full with parts of about {sizes.parts_bytes:,} bytes together"
+            return _TooLarge(description, _OR_FEWER)
+        return self._fault_of_own(sizes)
+
+    def _fault_of_own(self, sizes: PartSizes) -> _TooLarge | None:
+        """Return what is too large in the files and records that one rank or server writes."""
+        if self._has_parts and sizes.part_bytes > records.MAX_RECORD_BYTES:
+            description = f"a full with a part of about {sizes.part_bytes:,} bytes"
             return _TooLarge(description, _OR_FEWER)
         return _fault_of_job(sizes)
 
@@ -346,8 +354,8 @@ def _increment(staged: Sequence[StagedTable], counts: Sequence[int] | None) -> l
 
 def _expected() -> str:
     return (
-        f"at most {records.MAX_RECORD_BYTES:,} bytes, the largest record that readers accept: "
-        "about 250,000 chunks"
+        f"at most {records.MAX_RECORD_BYTES:,} bytes, the largest record that readers accept, and "
+        f"{paging.MAX_MANIFEST_BYTES:,} of a manifest with its pages: about 4,000,000 chunks"
     )
 
 

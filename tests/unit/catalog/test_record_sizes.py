@@ -13,11 +13,12 @@ from recpoint.catalog.persist.persist import PersistJob, drive, persist_job
 from recpoint.catalog.persist.plan import tensor_chunks
 from recpoint.catalog.persist.record_sizes import PartSizes, part_sizes
 from recpoint.catalog.run.run import Run
-from recpoint.format import records
+from recpoint.format import paging, records
 from recpoint.format.naming import attempt_prefix
 from recpoint.format.records import pack_record
 from tests.catalog_builder import Table
 from tests.job_builder import Links, stage
+from tests.small_pages import small_pages
 
 #: Beside the tables and the chunks, a manifest has about as many bytes.
 OTHER_BYTES = 1_100
@@ -100,6 +101,35 @@ def test_the_agent_rejects_a_large_job_before_it_uploads(
     outcome = drive(job).outcome
     assert (outcome.result, outcome.error_type) == ("rejected", "RecordTooLarge")
     assert not any(run.store.list(attempt_prefix(2, 1, job.job.attempt)))
+
+
+def test_a_manifest_that_fits_in_pages_is_committed(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "CHUNK_BYTES", 2_000)
+    job = PersistJob.open(stage(run, tmp_path / "s", trained(1, 6_000, 8), step=2, generation=1))
+    small_pages(monkeypatch, chunks=16)
+    monkeypatch.setattr(paging, "ONE_RECORD_CHUNKS", 16)
+    # The test before this one has the same job rejected, whose manifest is one record.
+    monkeypatch.setattr(records, "MAX_RECORD_BYTES", sizes_of(job).manifest_bytes - 1)
+    assert drive(job).outcome.result == "committed"
+    manifest = run.manifest(2, 1)
+    assert len(manifest.chunks) > 64 and len(manifest.pages) > 4
+
+
+@pytest.mark.parametrize(
+    ("entries_bytes", "tables_bytes", "fits"),
+    [
+        (1_000_000, 63 << 20, True),  # one record
+        (1_000_000, 64 << 20, False),
+        (70 << 20, 20_000, True),  # 240,640 chunks of 1,024 ranks, in pages
+        ((1 << 30) - 20_000, 20_000, True),
+        (1 << 30, 20_000, False),
+        (200 << 20, 64 << 20, False),  # the root alone is too large
+    ],
+)
+def test_what_a_manifest_may_take(entries_bytes: int, tables_bytes: int, fits: bool) -> None:
+    assert paging.manifest_fits(entries_bytes, tables_bytes) is fits
 
 
 def test_tensors_fill_chunks_as_the_plan_has_them_do(
