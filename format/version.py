@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["FORMAT_VERSION", "NEWEST_VERSION", "PAGED_VERSION"]
+__all__ = ["FORMAT_VERSION", "PAGED_VERSION"]
 
 #: Of all records but manifests that are stored in pages.
 FORMAT_VERSION: Final = 1
 #: Of the root of a manifest that is stored in pages, and of its pages.
 PAGED_VERSION: Final = 2
-#: The newest version that this release reads.
-NEWEST_VERSION: Final = PAGED_VERSION

@@ -228,7 +228,7 @@ def _check_all_there(run: Run, manifest: Manifest, prefix: str) -> None:
     sizes = stored_sizes(run.store, prefix)
     for entry in manifest.chunks:
         check_stored(manifest, entry, sizes)
-    for page in not_there(run.store, prefix, manifest.pages):
+    for page in (page for page in manifest.pages if sizes.get(page.key) != page.bytes):
         raise ObjectNotFound(
             page.key,
             found="no page of this length",

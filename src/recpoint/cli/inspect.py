@@ -51,7 +51,7 @@ from recpoint.dashboards.terminal import Listed
 from recpoint.errors import ChainError, FormatError, ObjectNotFound, RecpointError
 from recpoint.format.manifest import Manifest, MeasuredLoss, StateBits
 from recpoint.format.naming import MAX_GENERATION, MAX_STEP, ManifestName
-from recpoint.format.version import NEWEST_VERSION
+from recpoint.format.version import FORMAT_VERSION
 from recpoint.units import bytes_text, time_text
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ def info(json_output: JsonOption = False) -> Result:
     versions = {name: _version(name) for name in _PACKAGES}
     document = {
         "recpoint": _version("recpoint"),
-        "format": NEWEST_VERSION,
+        "format": FORMAT_VERSION,
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": versions,
@@ -186,7 +186,7 @@ def info(json_output: JsonOption = False) -> Result:
     packages = ", ".join(f"{name} {version or '(none)'}" for name, version in versions.items())
     smallest = bytes_text(large_pages.SMALLEST_BYTES)
     fields = [
-        ("recpoint", f"{document['recpoint']}, format {NEWEST_VERSION}"),
+        ("recpoint", f"{document['recpoint']}, format {FORMAT_VERSION}"),
         ("python", f"{document['python']} on {document['platform']}"),
         ("packages", packages),
         ("threads", document["cpu_threads"]),
