@@ -26,6 +26,7 @@ from recpoint.errors import RecpointError, UnsupportedVersion
 from recpoint.format.manifest import ChunkEntry, Manifest
 from recpoint.format.naming import MANIFEST_KEY
 from recpoint.format.records import pack_record
+from recpoint.format.version import PAGED_VERSION
 from tests.training_builder import Place, checkpointer, simple_training, train, until
 
 States = dict[int, dict[str, Tensor]]
@@ -203,13 +204,13 @@ def test_a_later_version_is_refused_by_name_and_never_passed_over(
     place: Place, tmp_path: Path
 ) -> None:
     key = MANIFEST_KEY.of(8, 1)
-    later = manifest_of(place, 8).model_copy(update={"version": 2})
+    later = manifest_of(place, 8).model_copy(update={"version": PAGED_VERSION + 1})
     (Path(place.run) / key).write_bytes(pack_record(later))
     training = simple_training(9)
     before = training.model.users.weight.detach().clone()
     with pytest.raises(UnsupportedVersion) as caught:
         checkpointer(training, place).restore()
-    assert key in str(caught.value) and "2" in caught.value.found
+    assert key in str(caught.value) and str(PAGED_VERSION + 1) in caught.value.found
     assert torch.equal(training.model.users.weight, before)
     assert Run.open(open_store(place.run)).generation_numbers() == [1], "nothing was claimed"
     code, refused = recpoint("restore", place.run, "--to", tmp_path / "newest.pt")

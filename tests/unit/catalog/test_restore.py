@@ -394,9 +394,9 @@ class TestChoice:
     def test_a_later_version_is_not_passed_over(self, run: Run) -> None:
         publish(run, build(run, tables(), step=5, generation=1))
         newer = build(run, tables(), step=6, generation=1).manifest
-        data = pack_record(newer).replace(b'"version":1', b'"version":2')
+        data = pack_record(newer).replace(b'"version":1', b'"version":3')
         run.store.put(MANIFEST_KEY.of(6, 1), data)
-        with pytest.raises(UnsupportedVersion, match="version 2"):
+        with pytest.raises(UnsupportedVersion, match="version 3"):
             restore(run, MemoryTarget())
 
     def test_a_store_that_is_away_is_no_reason_to_go_back(self, run: Run) -> None:
