@@ -189,7 +189,7 @@ def _write_priced(
             of_pass = np.where(is_first[rows.start : rows.stop], np.uint8(EXACT), of_pass)
         _write_pass(rows, stored, of_pass, bits_wanted, method, codes)
 
-    stored = torch.empty(0, device="cpu")
+    stored = torch.empty(0, dtype=torch.float32, device="cpu")
     for rows in all_passes:
         stored = values.read(rows)
         chosen[rows.start : rows.stop] = chooser.of(rows, stored)

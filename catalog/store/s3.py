@@ -108,8 +108,10 @@ class S3Client(Protocol):
     """The S3 client that `S3Store` needs. Its methods raise S3Failure."""
 
     endpoint: str
-    #: How many answers were a 429 or a 503.
-    refusals: int
+
+    @property
+    def refusals(self) -> int:
+        """How many answers were a 429 or a 503."""
 
     async def call(self, method: str, **arguments: object) -> Mapping[str, Any]:
         """Send one request about the bucket; the client retries it if that may help."""

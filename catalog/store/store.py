@@ -163,7 +163,12 @@ class _FsspecS3Client:
         self._file_system.retries = 1
         self._file_system.close_session = partial(_close, made_in=os.getpid())
         self._prepared: object = None
-        self.refusals = 0
+        self._counter = _RefusalCounter()
+
+    @property
+    def refusals(self) -> int:
+        """How many answers of 429 and 503 the SDK has had."""
+        return self._counter.refusals
 
     async def call(self, method: str, **arguments: object) -> Mapping[str, Any]:
         from botocore.handlers import add_expect_header
@@ -177,7 +182,7 @@ class _FsspecS3Client:
                 sdk.meta.events.unregister("before-call.s3", add_expect_header)
                 sdk.meta.events.register("before-call.s3.DeleteObjects", _add_md5)
                 # Before the SDK repeats the request, of which the caller learns nothing.
-                sdk.meta.events.register("needs-retry.s3", self._count_refusal)
+                sdk.meta.events.register("needs-retry.s3", self._counter.count)
                 self._prepared = sdk
             answer: Mapping[str, Any] = await self._file_system._call_s3(
                 method, Bucket=self._bucket, **arguments
@@ -185,10 +190,6 @@ class _FsspecS3Client:
         except _s3_errors() as error:
             raise _s3_failure(error) from error
         return answer
-
-    def _count_refusal(self, response: Any = None, **_: object) -> None:
-        if response is not None and response[0].status_code in (429, 503):
-            self.refusals += 1
 
     async def read(self, body: Any) -> bytes:
         try:
@@ -212,6 +213,21 @@ def _add_md5(params: dict[str, Any], **_: object) -> None:
     """
     digest = hashlib.md5(params["body"], usedforsecurity=False).digest()
     params["headers"]["Content-MD5"] = base64.b64encode(digest).decode("ascii")
+
+
+class _RefusalCounter:
+    """Counts refusals that the SDK sees.
+
+    It is an object of its own, because s3fs keeps the SDK's client, and so all that the client
+    calls, until the `_FsspecS3Client` is gone.
+    """
+
+    def __init__(self) -> None:
+        self.refusals = 0
+
+    def count(self, response: Any = None, **_: object) -> None:
+        if response is not None and response[0].status_code in (429, 503):
+            self.refusals += 1
 
 
 def _close(loop: asyncio.AbstractEventLoop, client: Any, *, made_in: int) -> None:

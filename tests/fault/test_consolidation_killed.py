@@ -49,7 +49,7 @@ def place(
     if request.param == "local":
         return _Place(str(tmp_path), {})
     server: SeaweedServer = request.getfixturevalue("s3_environment")
-    return _Place(f"s3://{server.bucket}/{tmp_path.name}", server.environment())
+    return _Place(server.run_url(), server.environment())
 
 
 def _chain(run: Run) -> list[Manifest]:

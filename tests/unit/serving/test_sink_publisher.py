@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -55,7 +56,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     kind = getattr(request, "param", "sqlite")
     if kind != "redis":
         return f"{kind}:{tmp_path}/served"
-    return f"{request.getfixturevalue('redis_url')}?prefix={tmp_path.name}&grace=0"
+    return f"{request.getfixturevalue('redis_url')}?prefix={secrets.token_hex(8)}&grace=0"
 
 
 in_each = pytest.mark.parametrize("url", ["sqlite", "parquet", "redis"], indirect=True)
