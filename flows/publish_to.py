@@ -41,6 +41,7 @@ async def publish_to(
     channel: Channel = "newest",
     tables: list[str] | None = None,
     replace: bool = False,
+    budget_bytes: Annotated[int, Field(ge=1)] | None = None,
 ) -> State[Any]:
     """Bring a store that serving reads to the newest checkpoint, whole and exactly once.
 
@@ -53,6 +54,8 @@ async def publish_to(
             published last.
         tables: the tables that the sink is to hold; all if not set.
         replace: take a sink that holds another run.
+        budget_bytes: of each version, so many bytes of rows and ids: those that changed most. If
+            not set, all rows come, also those that an earlier version has deferred.
 
     Returns:
         Completed; its message names the version that readers see. If another flow run publishes to
@@ -72,7 +75,7 @@ async def publish_to(
         if not has_slot:
             return Completed(message="another flow run publishes to this sink")
         committed = await publish_version(
-            run_url, sink_url, sink_url_secret, mark, channel, tables or None, replace
+            run_url, sink_url, sink_url_secret, mark, channel, tables or None, replace, budget_bytes
         )
     if committed is None:
         return Completed(message="nothing to publish yet")

@@ -28,7 +28,7 @@ from recpoint.catalog.store.store import open_store
 from recpoint.errors import SinkError
 from recpoint.serving.goal import Channel
 from recpoint.serving.sinks.opening import open_sink, shown_url
-from recpoint.serving.sinks.publisher import SinkPublisher
+from recpoint.serving.sinks.publisher import Budget, SinkPublisher
 from recpoint.serving.sinks.records import CommittedVersion
 from recpoint.tasks.persist import RETRIES, may_heal
 from recpoint.tasks.reports import ProgressBar, artifact_key
@@ -116,10 +116,13 @@ async def publish_version(
     channel: Channel,
     tables: Sequence[str] | None,
     replace: bool,
+    budget_bytes: int | None,
 ) -> CommittedVersion | None:
     """Return the version that readers of the sink see now; None: there is none to publish."""
     url = await _url(sink_url, sink_url_secret)
-    return await asyncio.to_thread(_publish, run_url, url, mark, channel, tables, replace)
+    return await asyncio.to_thread(
+        _publish, run_url, url, mark, channel, tables, replace, budget_bytes
+    )
 
 
 async def _url(sink_url: str | None, sink_url_secret: str | None) -> str:
@@ -137,12 +140,16 @@ def _publish(
     channel: Channel,
     tables: Sequence[str] | None,
     replace: bool,
+    budget_bytes: int | None,
 ) -> CommittedVersion | None:
     run = Run.open(open_store(run_url))
     key = artifact_key(run.url, run.id, f"sink-{mark}-progress")
     bar = ProgressBar(key, "publishing to a sink")
+    budget = None if budget_bytes is None else Budget(budget_bytes)
     with open_sink(sink_url) as sink:
-        publisher = SinkPublisher(run_url, sink, tables=tables, channel=channel, replace=replace)
+        publisher = SinkPublisher(
+            run_url, sink, tables=tables, channel=channel, replace=replace, budget=budget
+        )
         committed = publisher.poll(on_progress=bar.show)
     bar.finish()
     return committed

@@ -63,6 +63,20 @@ def test_a_sink_gets_each_checkpoint(run: Run, tmp_path: Path) -> None:
     assert {row["table"] for row in rows} == {table.name for table in tables()}
 
 
+def test_a_budget_defers_rows_until_a_version_without_one(run: Run, tmp_path: Path) -> None:
+    url = f"sqlite:{tmp_path}/served.db"
+    in_training = tables()
+    (full,) = trained(run, in_training, [1])
+    message(run, sink_url=url)
+    trained(run, in_training, [4], parent=full, seed=5)
+    assert message(run, sink_url=url, budget_bytes=60).startswith("readers see step 4 ")
+    with SinkReader(url).reading() as version:
+        assert version.deferred is not None and version.deferred.rows > 0
+    assert message(run, sink_url=url).startswith("readers see step 4 ")
+    with SinkReader(url).reading() as version:
+        assert version.deferred is None
+
+
 def test_an_artifact_of_each_sink_is_made_for_each_version(run: Run, tmp_path: Path) -> None:
     trained(run, tables(), [1])
     for name in ("first", "first", "second", "first"):
