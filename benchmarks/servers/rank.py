@@ -173,7 +173,7 @@ class _Part:
         trained = self.peers[peer]
         assert isinstance(trained, CachedPeer | AllInMemory)
         self._cuts_ms = _measure_calls(Cutter, "cut")
-        self._settles_ms = _measure_calls(Cache, "settle")
+        self._settles_ms = _measure_calls(Cache, "prepare_view")
         self._staging = Path(folder) / "staging"
         self._checkpointer = Checkpointer(
             trained.model,

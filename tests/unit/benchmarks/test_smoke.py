@@ -28,7 +28,16 @@ BY_DAY = {"policy", "retention", "row_set", "snapshot"}
 #: On a busy machine, those that start a dozen processes for each comparison take minutes.
 PATIENCE_SECONDS = 900.0
 #: They count, and compare no times.
-UNTIMED = {"policy", "bytes", "accuracy", "price_accuracy", "faults", "soak", "fleet"}
+UNTIMED = {
+    "accuracy",
+    "bytes",
+    "faults",
+    "fleet",
+    "increments",
+    "policy",
+    "price_accuracy",
+    "soak",
+}
 
 
 def run(*arguments: str, before: str = "pass") -> subprocess.CompletedProcess[str]:
